@@ -38,6 +38,25 @@ impl ClientEnds {
         ends.insert(ino, Arc::downgrade(&end));
         end
     }
+
+    /// The client has set a file's size.
+    pub(crate) fn resized(&self, ino: Ino, size: u64) {
+        if let Some(end) = lock(&self.0).get(&ino).and_then(Weak::upgrade) {
+            end.store(size, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A write through a fid that was opened with `O_APPEND`.
+#[derive(Debug)]
+pub(crate) struct TrackedWrite {
+    /// Whether it is an append.
+    pub(crate) appends: bool,
+    tracking: Arc<AppendTracking>,
+    offset: u64,
+    /// The known end before it, and the one that is expected after it.
+    before: u64,
+    after: u64,
 }
 
 /// The known end of a file, through one fid.
@@ -57,29 +76,58 @@ impl AppendTracking {
         self.offset.store(size.min(end.load(Ordering::Relaxed)), Ordering::Relaxed);
     }
 
-    /// Records a write. Queries the file's size if it matters.
-    pub(crate) fn writes(&self, offset: u64, bytes: usize, size: impl FnOnce() -> Option<u64>) {
+    /// Decides what a write is, and expects that it succeeds. Queries the file's size if it matters.
+    pub(crate) fn begin_write(
+        self: &Arc<Self>,
+        offset: u64,
+        bytes: usize,
+        size: impl FnOnce() -> Option<u64>,
+    ) -> TrackedWrite {
         let mut known = self.offset.load(Ordering::Relaxed);
         let was_elsewhere = self.is_elsewhere.load(Ordering::Relaxed);
         let appends = (offset == known && !was_elsewhere) || {
             let size = size().unwrap_or(known);
-            // Others may have shortened it.
-            known = if was_elsewhere { size } else { known.min(size) };
+            // It may have been shortened, by others or by the client.
+            let client_end = self.client_end.get().map_or(u64::MAX, |end| end.load(Ordering::Relaxed));
+            known = if was_elsewhere { size } else { known.min(size).min(client_end) };
             (known..=size).contains(&offset)
         };
-        let behind = offset.saturating_add(bytes as u64);
-        if let Some(end) = self.client_end.get() {
-            end.fetch_max(behind, Ordering::Relaxed);
-        }
-        self.offset.store(if appends { behind } else { known.max(behind) }, Ordering::Relaxed);
+        let mut write = TrackedWrite { appends, tracking: Arc::clone(self), offset, before: known, after: 0 };
+        write.after = write.end(bytes);
+        self.offset.store(write.after, Ordering::Relaxed);
         if was_elsewhere == appends {
             self.is_elsewhere.store(!appends, Ordering::Relaxed);
         }
+        write
     }
 
-    /// Returns whether the last write was an append; reads then have the flag, too.
+    /// Returns whether the last write is an append; reads then have the flag, too.
     pub(crate) fn appends(&self) -> bool {
         !self.is_elsewhere.load(Ordering::Relaxed)
+    }
+}
+
+impl TrackedWrite {
+    /// Records how many bytes were written: the client goes on from there.
+    pub(crate) fn ended(self, bytes: usize) {
+        let end = self.end(bytes);
+        if end != self.after {
+            // Unless another write has begun.
+            let _ = self.tracking.offset.compare_exchange(self.after, end, Ordering::Relaxed, Ordering::Relaxed);
+        }
+        if let Some(client_end) = self.tracking.client_end.get().filter(|_| bytes > 0) {
+            client_end.fetch_max(self.offset.saturating_add(bytes as u64), Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the end that the client knows after so many bytes were written.
+    fn end(&self, bytes: usize) -> u64 {
+        let behind = self.offset.saturating_add(bytes as u64);
+        match (self.appends, bytes) {
+            (true, _) => behind,
+            (false, 0) => self.before,
+            (false, _) => self.before.max(behind),
+        }
     }
 }
 
@@ -87,9 +135,18 @@ impl AppendTracking {
 mod tests {
     use super::*;
 
+    /// Writes; returns whether that is an append.
+    fn write(end: &Arc<AppendTracking>, offset: u64, (bytes, done): (usize, usize), size: u64) -> bool {
+        let write = end.begin_write(offset, bytes, || Some(size));
+        let appends = write.appends;
+        assert_eq!(end.appends(), appends, "at {offset} of {size}");
+        write.ended(done);
+        appends
+    }
+
     #[test]
     fn writes_at_a_known_end_are_appended() {
-        let end = AppendTracking::default();
+        let end = Arc::<AppendTracking>::default();
         end.found(&ClientEnds::default(), Ino(1), 10);
         assert!(end.appends());
         // Offset and length of a write, the file's size then, and whether it is an append.
@@ -112,8 +169,47 @@ mod tests {
             (20, 4, 20, true),
             (24, 4, 30, true),
         ] {
-            end.writes(offset, bytes, || Some(size));
-            assert_eq!(end.appends(), appends, "at {offset} of {size}");
+            assert_eq!(write(&end, offset, (bytes, bytes), size), appends, "at {offset} of {size}");
         }
+    }
+
+    /// The client goes on where its last append has ended, and others have appended more meanwhile.
+    #[test]
+    fn appends_that_fail_or_are_short_are_followed_by_appends() {
+        let (ends, end) = (ClientEnds::default(), Arc::<AppendTracking>::default());
+        end.found(&ends, Ino(1), 100);
+        assert!(write(&end, 100, (50, 20), 300));
+        assert!(write(&end, 120, (50, 0), 320));
+        assert!(write(&end, 120, (50, 50), 320));
+        // A fid that is opened meanwhile begins with what was written.
+        let other = Arc::<AppendTracking>::default();
+        other.found(&ends, Ino(1), 370);
+        assert!(write(&other, 170, (5, 5), 370));
+        // What is written elsewhere and fails moves no end.
+        assert!(!write(&end, 0, (1000, 0), 375));
+        assert!(write(&end, 375, (5, 5), 375));
+    }
+
+    #[test]
+    fn appends_after_the_client_has_shortened_the_file_are_appends() {
+        let (ends, end) = (ClientEnds::default(), Arc::<AppendTracking>::default());
+        end.found(&ends, Ino(1), 100);
+        ends.resized(Ino(1), 0);
+        // Others have appended again.
+        assert!(write(&end, 0, (5, 5), 150));
+        assert!(write(&end, 5, (5, 5), 155));
+    }
+
+    /// Each of two writes at a time has its own answer.
+    #[test]
+    fn writes_under_way_together_are_told_apart() {
+        let end = Arc::<AppendTracking>::default();
+        end.found(&ClientEnds::default(), Ino(1), 10);
+        let elsewhere = end.begin_write(0, 5, || Some(10));
+        let append = end.begin_write(10, 5, || Some(10));
+        assert!(!elsewhere.appends && append.appends);
+        elsewhere.ended(0);
+        append.ended(5);
+        assert!(write(&end, 15, (5, 5), 40));
     }
 }

@@ -198,6 +198,7 @@ impl Clients {
         let registry = lock(&self.registry);
         holders.extend(registry.holders.values().filter_map(Weak::upgrade));
         let of_client = |holder: &ConnectionAccount| holder.account.held[resource as usize].load(Ordering::Acquire);
+        let mut tries = holders.len();
         let room = loop {
             if add_within(&self.held, resource, amount, self.bounds.all[resource as usize]) {
                 break true;
@@ -208,6 +209,8 @@ impl Clients {
             let Some(most) = most.filter(|most| of_client(most) > of_asker) else { break false };
             match most.end(resource) {
                 Some(connection) => ended.extend(connection),
+                // It has ended by itself meanwhile, or has given back what it had.
+                None if tries > 0 => tries -= 1,
                 None => break false,
             }
         };
@@ -217,10 +220,17 @@ impl Clients {
 }
 
 impl ConnectionAccount {
-    /// Sets the connection to close when others need its room.
-    pub(crate) fn is_of(&self, connection: &Arc<Connection>) {
+    /// Sets the connection to close when others need its room; returns false if they needed it before.
+    #[must_use]
+    pub(crate) fn is_of(&self, connection: &Arc<Connection>) -> bool {
+        let state = lock(&self.state);
         // A connection has one holder.
         let _ = self.connection.set(Arc::downgrade(connection));
+        !state.is_ended
+    }
+
+    pub(crate) fn peer(&self) -> Peer {
+        self.account.peer
     }
 
     /// Returns the session id for another session of this client.

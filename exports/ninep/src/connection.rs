@@ -155,7 +155,7 @@ pub(crate) struct Connection {
     key: u64,
     stream: Stream,
     holder: Arc<ConnectionAccount>,
-    /// Why its socket was shut, to be ended by the thread that sees that.
+    /// Why the connection is to end: no message is taken any more, and the thread that sees the end of the socket closes it.
     shut_for: OnceLock<&'static str>,
     begun: Instant,
     attached: AtomicBool,
@@ -315,6 +315,10 @@ impl Connection {
     /// Takes the next message. Reads from the socket if this `is_first` message of a turn.
     pub(crate) fn receive(&self, message: &mut Vec<u8>, is_first: bool) -> ReceiveResult {
         let mut inbox = lock(&self.inbox);
+        // What was received before may have been dropped, and the socket's next bytes may be the middle of a message.
+        if self.shut_for.get().is_some() {
+            return ReceiveResult::End(None);
+        }
         let mut may_read = is_first;
         loop {
             if let Some(bytes) = inbox.next() {
@@ -326,7 +330,7 @@ impl Connection {
                     inbox.take(bytes, message);
                     inbox.since = None;
                     self.has_message.store(inbox.has_message(), Ordering::Release);
-                    if may_read {
+                    if is_first {
                         let heard = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
                         self.last_heard_ms.store(heard, Ordering::Relaxed);
                     }
@@ -417,6 +421,11 @@ impl Connection {
         let outcome = act(request_table, &mut Out { socket: self.socket(), outbox });
         // Under the lock, so that the last sender reports the last result.
         self.note(outbox.state(), true);
+        let has_cancelled = request_table.take_cancelled();
+        drop(exchange);
+        if has_cancelled {
+            self.release_cancelled();
+        }
         outcome
     }
 
@@ -430,9 +439,14 @@ impl Connection {
     }
 
     pub(crate) fn flush(&self, tag: Tag, old: Tag) -> Result<(), RejectedRequest> {
-        let flushed = self.with_request_table(|request_table, out| request_table.flush(out, 0, tag, old));
-        self.hub.release_cancelled();
-        flushed
+        self.with_request_table(|request_table, out| request_table.flush(out, 0, tag, old))
+    }
+
+    /// Drops the requests that wait for a limit and were cancelled.
+    fn release_cancelled(&self) {
+        if let Some(delayed) = &self.hub.delayed {
+            delayed.release_cancelled(self.holder.peer());
+        }
     }
 
     /// Called before a request that was parked is served; returns false if it was cancelled.
@@ -449,13 +463,11 @@ impl Connection {
     #[must_use]
     pub(crate) fn version(&self, tag: Tag, msize: u32, version: &[u8]) -> Option<Arc<Session>> {
         let (session, answer) = session::agree_on(&self.hub.share, &self.holder, msize, version);
-        let before = self.with_request_table(|request_table, out| {
+        self.with_request_table(|request_table, out| {
             let before = request_table.begin(out, session);
             request_table::reply(out, 0, tag, &answer);
             before
-        });
-        self.hub.release_cancelled();
-        before
+        })
     }
 
     /// Returns a session's references to the source. It may block, so another thread must wait for events.
@@ -470,7 +482,9 @@ impl Connection {
     pub(crate) fn overdue(&self, now: Instant) -> Option<&'static str> {
         let limits = &self.hub.share.options.limits;
         let since = |begin: Instant| now.saturating_duration_since(begin);
-        if !self.attached.load(Ordering::Relaxed) && since(self.begun) > limits.slow_timeout {
+        // A Tattach may wait for a limit of rates.
+        let waits = || lock(&self.exchange).request_table.requests() > 0;
+        if !self.attached.load(Ordering::Relaxed) && since(self.begun) > limits.slow_timeout && !waits() {
             let shakes_hands = self.stream.is_handshaking();
             return Some(if shakes_hands { "it does not finish the TLS handshake" } else { "it does not attach" });
         }
@@ -517,16 +531,17 @@ impl Connection {
             return None;
         }
         drop(interest);
+        let shut_for = self.shut_for.get().copied();
+        let _ = self.shut_for.set("");
         let _ = epoll::delete(self.hub.epoll(), &self.stream);
         self.hub.forget(self.key);
         let mut exchange = lock(&self.exchange);
         let Exchange { request_table, outbox } = &mut *exchange;
-        let shut_for = self.shut_for.get().copied();
         let reason = shut_for.or(reason).or(outbox.state().broken).filter(|reason| !reason.is_empty());
         outbox.give_up(&self.socket(), "");
         let session = request_table.begin(&mut Out { socket: self.socket(), outbox }, None);
         drop(exchange);
-        self.hub.release_cancelled();
+        self.release_cancelled();
         let refused = self.stream.close();
         // Waits for the reading thread, which sees the end of the socket.
         let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);

@@ -1,9 +1,10 @@
-//! Requests of all connections that wait for a limit of rates ([`ferry_engine::RateLimiter`]), in the order of their arrival.
+//! Requests of all connections that wait for a limit of rates ([`ferry_engine::RateLimiter`]): clients in turn, each
+//! client's in the order of their arrival.
 //!
 //! A request that waits takes no thread: one thread of the export waits for the limit, and hands requests over to the
 //! others by an event. Until then a request is parked in its connection's table, so that Tflush cancels it at once.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,6 +13,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use ferry_engine::RateLimiter;
 use ferry_vfs::sync::{lock, wait};
 use rustix::event::{EventfdFlags, eventfd};
+
+use crate::clients::Peer;
+use crate::shrink::shrink;
 
 /// A request that waits.
 pub(crate) struct DelayedRequest<T> {
@@ -23,11 +27,51 @@ pub(crate) struct DelayedRequest<T> {
 }
 
 struct State<T> {
-    waiting: VecDeque<DelayedRequest<T>>,
+    /// Of each client that has some.
+    waiting: HashMap<Peer, VecDeque<DelayedRequest<T>>>,
+    /// Those clients, in the order of their turns.
+    turns: VecDeque<Peer>,
     /// They need not wait any longer, or are cancelled.
     ready: VecDeque<T>,
     has_thread: bool,
     ended: bool,
+}
+
+impl<T> State<T> {
+    fn push(&mut self, client: Peer, request: DelayedRequest<T>) {
+        let waiting = self.waiting.entry(client).or_default();
+        if waiting.is_empty() {
+            self.turns.push_back(client);
+        }
+        waiting.push_back(request);
+    }
+
+    /// Takes the first request of the client whose turn it is.
+    fn pop(&mut self) -> Option<DelayedRequest<T>> {
+        let client = self.turns.pop_front()?;
+        let waiting = self.waiting.get_mut(&client)?;
+        let request = waiting.pop_front();
+        if waiting.is_empty() {
+            self.waiting.remove(&client);
+            shrink(&mut self.waiting);
+        } else {
+            self.turns.push_back(client);
+        }
+        request
+    }
+
+    /// Takes the cancelled requests of a client.
+    fn take_cancelled(&mut self, client: Peer) -> VecDeque<DelayedRequest<T>> {
+        let Some(waiting) = self.waiting.remove(&client) else { return VecDeque::new() };
+        let (gone, left) =
+            waiting.into_iter().partition::<VecDeque<_>, _>(|request| request.gone.load(Ordering::Acquire));
+        if left.is_empty() {
+            self.turns.retain(|other| *other != client);
+        } else {
+            self.waiting.insert(client, left);
+        }
+        gone
+    }
 }
 
 /// See the module.
@@ -38,21 +82,27 @@ pub(crate) struct DelayedRequests<T> {
     /// How many wait, for a look without the lock.
     count: AtomicUsize,
     /// Counts the requests that are ready.
-    bell: OwnedFd,
+    wake_fd: OwnedFd,
 }
 
 impl<T> AsFd for DelayedRequests<T> {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+        self.wake_fd.as_fd()
     }
 }
 
 impl<T: Send + 'static> DelayedRequests<T> {
     pub(crate) fn new(limiter: &Arc<RateLimiter>) -> io::Result<Arc<Self>> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE)?;
-        let state = State { waiting: VecDeque::new(), ready: VecDeque::new(), has_thread: false, ended: false };
+        let wake_fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE)?;
+        let state = State {
+            waiting: HashMap::new(),
+            turns: VecDeque::new(),
+            ready: VecDeque::new(),
+            has_thread: false,
+            ended: false,
+        };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        Ok(Arc::new(Self { limiter: Arc::clone(limiter), state, changed, count: AtomicUsize::new(0), bell }))
+        Ok(Arc::new(Self { limiter: Arc::clone(limiter), state, changed, count: AtomicUsize::new(0), wake_fd }))
     }
 
     /// Returns whether the next request must wait. If not, it is charged.
@@ -67,8 +117,8 @@ impl<T: Send + 'static> DelayedRequests<T> {
         waits
     }
 
-    /// Adds a request behind the others. Without a thread to wait with, it is ready at once.
-    pub(crate) fn push(self: &Arc<Self>, request: DelayedRequest<T>) {
+    /// Adds a request behind the others of its client. Without a thread to wait with, it is ready at once.
+    pub(crate) fn push(self: &Arc<Self>, client: Peer, request: DelayedRequest<T>) {
         let mut state = lock(&self.state);
         if !state.has_thread && !state.ended {
             let delayed = Arc::clone(self);
@@ -77,8 +127,8 @@ impl<T: Send + 'static> DelayedRequests<T> {
             state.has_thread = thread.is_ok();
         }
         if state.has_thread {
-            state.waiting.push_back(request);
-            self.note_count(&state);
+            state.push(client, request);
+            self.count.fetch_add(1, Ordering::Relaxed);
             self.changed.notify_all();
         } else {
             self.limiter.charge(request.cost_bytes);
@@ -86,49 +136,42 @@ impl<T: Send + 'static> DelayedRequests<T> {
         }
     }
 
-    fn note_count(&self, state: &State<T>) {
-        self.count.store(state.waiting.len(), Ordering::Relaxed);
-    }
-
     fn make_ready(&self, state: &mut MutexGuard<'_, State<T>>, request: DelayedRequest<T>) {
         state.ready.push_back(request.request);
-        self.note_count(state);
         // The counter has room for more than there are requests.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.wake_fd, &1_u64.to_ne_bytes());
     }
 
     /// Makes requests ready when their time has come, until the end.
     fn release(&self) {
         let mut state = lock(&self.state);
         while !state.ended {
-            if state.waiting.is_empty() {
+            if state.turns.is_empty() {
                 state = wait(&self.changed, state);
             } else if let Some(time) = self.limiter.wait() {
                 state = self.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0;
-            } else if let Some(request) = state.waiting.pop_front() {
+            } else if let Some(request) = state.pop() {
+                self.count.fetch_sub(1, Ordering::Relaxed);
                 self.limiter.charge(request.cost_bytes);
                 self.make_ready(&mut state, request);
             }
         }
     }
 
-    /// Makes the cancelled requests ready, for a worker that drops them.
-    pub(crate) fn release_cancelled(&self) {
+    /// Makes a client's cancelled requests ready, for a worker that drops them.
+    pub(crate) fn release_cancelled(&self, client: Peer) {
         if self.count.load(Ordering::Relaxed) == 0 {
             return;
         }
         let mut state = lock(&self.state);
-        let (gone, waiting) = std::mem::take(&mut state.waiting)
-            .into_iter()
-            .partition::<VecDeque<_>, _>(|request| request.gone.load(Ordering::Acquire));
-        state.waiting = waiting;
+        let gone = state.take_cancelled(client);
+        self.count.fetch_sub(gone.len(), Ordering::Relaxed);
         gone.into_iter().for_each(|request| self.make_ready(&mut state, request));
-        self.note_count(&state);
     }
 
     /// Takes a ready request, after an event. `None`: another thread has taken it.
     pub(crate) fn take(&self) -> Option<T> {
-        rustix::io::read(&self.bell, &mut [0; 8]).ok()?;
+        rustix::io::read(&self.wake_fd, &mut [0; 8]).ok()?;
         lock(&self.state).ready.pop_front()
     }
 
@@ -136,10 +179,37 @@ impl<T: Send + 'static> DelayedRequests<T> {
     pub(crate) fn end(&self) -> Vec<T> {
         let mut state = lock(&self.state);
         state.ended = true;
-        let State { waiting, ready, .. } = &mut *state;
-        let left = waiting.drain(..).map(|waiting| waiting.request).chain(ready.drain(..)).collect();
-        self.note_count(&state);
+        let mut left: Vec<_> = state.ready.drain(..).collect();
+        left.extend(std::iter::from_fn(|| state.pop()).map(|waiting| waiting.request));
+        self.count.store(0, Ordering::Relaxed);
         self.changed.notify_all();
         left
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_take_turns_and_only_cancelled_requests_leave() {
+        let limiter = RateLimiter::new(&ferry_engine::TokenBucket::new(None));
+        let delayed = DelayedRequests::new(&limiter).unwrap();
+        let [one, other] = [Peer::User(1), Peer::User(2)];
+        let gone: [_; 4] = std::array::from_fn(|_| Arc::new(AtomicBool::new(false)));
+        let mut state = lock(&delayed.state);
+        let order = [(one, "a"), (one, "b"), (one, "c"), (other, "x")];
+        for ((client, request), gone) in order.into_iter().zip(&gone) {
+            state.push(client, DelayedRequest { request, gone: Arc::clone(gone), cost_bytes: 0 });
+        }
+        gone[1].store(true, Ordering::Release);
+        gone[3].store(true, Ordering::Release);
+        let cancelled: Vec<_> = state.take_cancelled(one).into_iter().map(|request| request.request).collect();
+        assert_eq!(cancelled, ["b"]);
+        let left: Vec<_> = std::iter::from_fn(|| state.pop()).map(|request| request.request).collect();
+        assert_eq!(left, ["a", "x", "c"]);
+        state.push(other, DelayedRequest { request: "y", gone: Arc::clone(&gone[3]), cost_bytes: 0 });
+        assert_eq!(state.take_cancelled(other).len(), 1);
+        assert!(state.pop().is_none() && state.turns.is_empty() && state.waiting.is_empty());
     }
 }

@@ -37,7 +37,7 @@ const STOP_PATIENCE: Duration = Duration::from_secs(30);
 const HELD_BYTES: usize = 256;
 
 /// The keys of epoll events: the stop event, then listeners, then connections.
-pub(crate) const KEY_BELL: u64 = 0;
+pub(crate) const KEY_WAKE: u64 = 0;
 /// The key of requests that need not wait for a limit any longer.
 pub(crate) const KEY_LIMIT: u64 = KEY_CONNECTIONS - 1;
 const KEY_CONNECTIONS: u64 = 1 << 32;
@@ -70,7 +70,7 @@ struct Threads {
 pub(crate) struct Hub {
     pub(crate) share: Arc<Share>,
     epoll: OwnedFd,
-    bell: OwnedFd,
+    wake_fd: OwnedFd,
     listeners: Vec<Listener>,
     connections: Mutex<HashMap<u64, Arc<Connection>>>,
     next_key: AtomicU64,
@@ -106,8 +106,8 @@ fn system(what: &'static str) -> impl Fn(io::Error) -> Error {
 impl Hub {
     pub(crate) fn start(listeners: Vec<Listener>, share: Arc<Share>) -> Result<Arc<Self>, Error> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|errno| system("epoll")(errno.into()))?;
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let bell = bell.map_err(|errno| system("eventfd")(errno.into()))?;
+        let wake_fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let wake_fd = wake_fd.map_err(|errno| system("eventfd")(errno.into()))?;
         let limits = &share.options.limits;
         let clients = Clients::new(limits.connections_max, limits.buffered_bytes_max);
         let delayed = share.options.limiter.as_ref().map(DelayedRequests::new);
@@ -115,7 +115,7 @@ impl Hub {
         let hub = Arc::new(Self {
             share,
             epoll,
-            bell,
+            wake_fd,
             listeners,
             connections: Mutex::default(),
             next_key: AtomicU64::new(KEY_CONNECTIONS),
@@ -145,7 +145,7 @@ impl Hub {
 
     /// Registers the stop event and the listeners.
     fn watch(&self) -> io::Result<()> {
-        epoll::add(&self.epoll, &self.bell, EventData::new_u64(KEY_BELL), EventFlags::IN)?;
+        epoll::add(&self.epoll, &self.wake_fd, EventData::new_u64(KEY_WAKE), EventFlags::IN)?;
         if let Some(delayed) = &self.delayed {
             epoll::add(&self.epoll, delayed, EventData::new_u64(KEY_LIMIT), EventFlags::IN)?;
         }
@@ -262,13 +262,6 @@ impl Hub {
         self.listen_again(index, listener);
     }
 
-    /// Drops the requests that wait for a limit and were cancelled.
-    pub(crate) fn release_cancelled(&self) {
-        if let Some(delayed) = &self.delayed {
-            delayed.release_cancelled();
-        }
-    }
-
     fn listen_again(&self, index: usize, listener: &Listener) {
         let (key, flags) = (EventData::new_u64(index as u64 + 1), EventFlags::IN | EventFlags::ONESHOT);
         if let Err(error) = epoll::modify(&self.epoll, listener, key, flags) {
@@ -302,7 +295,10 @@ impl Hub {
         };
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
         let connection = Arc::new(Connection::new(Arc::clone(self), key, stream, Arc::clone(&holder)));
-        holder.is_of(&connection);
+        if !holder.is_of(&connection) {
+            // Others needed the room meanwhile.
+            return;
+        }
         lock(&self.connections).insert(key, Arc::clone(&connection));
         if let Err(error) = connection.watch() {
             self.share.ratelimited_log.warn(format_args!("a connection cannot be watched: {error}"));
@@ -364,7 +360,7 @@ impl Hub {
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         // Level-triggered and never read, so every thread sees it.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.wake_fd, &1_u64.to_ne_bytes());
         let mut threads = lock(&self.threads);
         threads.ended = true;
         self.thread_ended.notify_all();

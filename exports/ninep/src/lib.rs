@@ -155,7 +155,7 @@ impl Listener {
 pub enum Error {
     /// A TCP socket that other machines can connect to.
     #[error(
-        "{0} can be reached from other machines, and 9P believes whoever connects; listen on 127.0.0.1, or say that this is meant"
+        "{0} can be reached from other machines, and 9P does not authenticate clients; listen on 127.0.0.1, or say that this is meant"
     )]
     Remote(SocketAddr),
     /// Too few threads: a second request of a connection would not be served.

@@ -67,6 +67,8 @@ pub(crate) struct RequestTable {
     parked: usize,
     flushes: usize,
     session: Option<Arc<Session>>,
+    /// Requests that wait were cancelled.
+    has_cancelled: bool,
 }
 
 impl RequestTable {
@@ -112,6 +114,7 @@ impl RequestTable {
         for (_, asked) in self.requests.drain() {
             if let Some(gone) = &asked.gone {
                 gone.store(true, Ordering::Release);
+                self.has_cancelled = true;
             }
             // Others are still being served, and come to their end by themselves.
             if asked.gone.is_some() || asked.is_flush {
@@ -120,6 +123,11 @@ impl RequestTable {
         }
         (self.parked, self.flushes) = (0, 0);
         std::mem::replace(&mut self.session, session)
+    }
+
+    /// Whether requests that wait were cancelled since the last call.
+    pub(crate) fn take_cancelled(&mut self) -> bool {
+        std::mem::take(&mut self.has_cancelled)
     }
 
     /// Whether one lock more may be waited for.
@@ -188,6 +196,7 @@ impl RequestTable {
                 }
                 if let Some(gone) = gone {
                     gone.store(true, Ordering::Release);
+                    self.has_cancelled = true;
                     out.discard(waiting);
                     self.close(out, old);
                 }

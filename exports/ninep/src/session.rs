@@ -17,7 +17,7 @@ use ferry_wire::ninep::{
     Fid, LockRequest, Qid, QidKind, READ_HEAD_BYTES, Reply, VERSION_OF_FERRY, VERSION_UNKNOWN, VersionReply, agree,
 };
 
-use crate::append_tracking::{AppendTracking, ClientEnds};
+use crate::append_tracking::{AppendTracking, ClientEnds, TrackedWrite};
 use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
 use crate::qids::{Paths, version};
 use crate::read_ahead::Reader;
@@ -44,7 +44,7 @@ pub(crate) struct Session {
     /// Owners that fids remember.
     owner_count: Arc<AtomicUsize>,
     values_bytes: Arc<AtomicUsize>,
-    client_ends: ClientEnds,
+    pub(crate) client_ends: ClientEnds,
     /// Names that its users are to look at again before they remove them.
     pub(crate) removals: Removals,
     /// On whose account all that is.
@@ -154,7 +154,7 @@ pub(crate) struct Open {
     pub(crate) handle: Handle,
     flags: OFlags,
     /// What is known of the file's end, with `O_APPEND`.
-    end: AppendTracking,
+    end: Option<Arc<AppendTracking>>,
     session: SessionId,
     user: User,
     source: Arc<dyn FileSystem>,
@@ -182,23 +182,31 @@ impl Open {
         matches!(self.flags & OFlags::ACCMODE, OFlags::WRONLY | OFlags::RDWR)
     }
 
-    /// The flags that it has now: those that it was opened with, without `O_APPEND` while the client writes elsewhere.
-    pub(crate) fn flags(&self) -> OFlags {
-        if self.end.appends() { self.flags } else { self.flags - OFlags::APPEND }
+    /// The flags of a read: those that it was opened with, without `O_APPEND` while the client writes elsewhere.
+    pub(crate) fn read_flags(&self) -> OFlags {
+        if self.end.as_ref().is_none_or(|end| end.appends()) { self.flags } else { self.flags - OFlags::APPEND }
+    }
+
+    /// The flags of a write.
+    pub(crate) fn write_flags(&self, write: Option<&TrackedWrite>) -> OFlags {
+        if write.is_none_or(|write| write.appends) { self.flags } else { self.flags - OFlags::APPEND }
     }
 
     /// The file has this size when it is opened.
     pub(crate) fn found(&self, session: &Session, size: u64) {
-        if self.flags.contains(OFlags::APPEND) {
-            self.end.found(&session.client_ends, self.node.ino, size);
+        if let Some(end) = &self.end {
+            end.found(&session.client_ends, self.node.ino, size);
         }
     }
 
     /// The client writes here. Asks for the file's size now, if that matters.
-    pub(crate) fn writes(&self, offset: u64, bytes: usize, size: impl FnOnce() -> Option<u64>) {
-        if self.flags.contains(OFlags::APPEND) {
-            self.end.writes(offset, bytes, size);
-        }
+    pub(crate) fn begin_write(
+        &self,
+        offset: u64,
+        bytes: usize,
+        size: impl FnOnce() -> Option<u64>,
+    ) -> Option<TrackedWrite> {
+        self.end.as_ref().map(|end| end.begin_write(offset, bytes, size))
     }
 
     /// An owner took a lock through it, which is to end with it, or may be granted it later.
@@ -438,7 +446,7 @@ impl Session {
             node: Arc::clone(node),
             handle,
             flags,
-            end: AppendTracking::default(),
+            end: flags.contains(OFlags::APPEND).then(Arc::default),
             session: self.id,
             user,
             source: Arc::clone(&self.source),

@@ -219,10 +219,10 @@ impl Channel {
             }
             self.unread = false;
             self.connection.read_tls(&mut Socket(fd)).map_err(|error| errno(&error))?;
-            self.process(fd)?;
+            self.unread = self.process(fd)?;
             self.flush(fd)?;
         }
-        // The socket still has something, so epoll says so at once.
+        // If the socket still has something, epoll says so at once.
         Err(Errno::AGAIN)
     }
 

@@ -15,7 +15,7 @@ use crate::carrier::Client;
 use crate::clients::Charge;
 use crate::connection::{Connection, ReceiveResult, TurnMemory};
 use crate::delayed_requests::{DelayedRequest, DelayedRequests};
-use crate::hub::{Hub, KEY_BELL, KEY_LIMIT};
+use crate::hub::{Hub, KEY_LIMIT, KEY_WAKE};
 use crate::message::{Buffers, Message};
 use crate::rate::cost_bytes;
 use crate::request_table::{RejectedRequest, Ticket};
@@ -53,7 +53,7 @@ pub(crate) fn work(hub: &Arc<Hub>) {
             break;
         }
         match event {
-            Ok(Some((KEY_BELL, _))) => {}
+            Ok(Some((KEY_WAKE, _))) => {}
             Ok(Some((KEY_LIMIT, _))) => serve_delayed(hub, &mut thread.buffers),
             Ok(Some((key, flags))) => match hub.connection(key) {
                 Some(connection) => {
@@ -75,8 +75,8 @@ pub(crate) fn work(hub: &Arc<Hub>) {
             }
         }
         let ServingThread { message, buffers, memory, .. } = &mut thread;
-        for kept in [message, &mut buffers.long, &mut memory.received] {
-            if kept.len() > KEPT_BYTES_MAX {
+        for kept in [message, &mut buffers.short, &mut buffers.long, &mut memory.received] {
+            if kept.capacity() > KEPT_BYTES_MAX {
                 *kept = Vec::new();
             }
         }
@@ -308,10 +308,11 @@ fn delay(
     connection.park(&ticket, &gone);
     let has_room = connection.serving(held_bytes);
     let (connection, message) = (Arc::clone(connection), message.to_vec());
+    let peer = session.holder.peer();
     let request = ParkedRequest { connection, message, ticket, session, held_bytes, charge };
-    delayed.push(DelayedRequest { request, gone, cost_bytes });
+    delayed.push(peer, DelayedRequest { request, gone, cost_bytes });
     // It may have been cancelled before.
-    delayed.release_cancelled();
+    delayed.release_cancelled(peer);
     if has_room { NextStep::Continue } else { NextStep::Pause }
 }
 

@@ -2,10 +2,10 @@
 
 use super::numbers::MSIZE_MIN;
 
-/// The version that Ferry speaks with others.
+/// The version for peers other than Ferry.
 pub const VERSION: &[u8] = b"9P2000.L";
-/// The version that Ferry speaks with itself: [`VERSION`], [`super::Request::Events`], and a request that uses a fid may be
-/// sent before the reply to the Twalk that makes it. Servers of other projects may lose a reply then: diod does.
+/// The version between two Ferrys: adds [`super::Request::Events`], and lets a client use a fid before the reply to the
+/// Twalk that creates it. Other servers may lose a reply then, as diod does.
 pub const VERSION_OF_FERRY: &[u8] = b"9P2000.L.ferry";
 /// The reply to every other version: "the server does not understand the client's version string" (version(5)).
 pub const VERSION_UNKNOWN: &[u8] = b"unknown";

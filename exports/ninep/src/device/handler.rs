@@ -200,7 +200,9 @@ impl QueueHandler for Handler {
         let is_message = room >= ERROR_BYTES && chain.read_at(0, &mut head) == HEADER_BYTES;
         if !is_message {
             self.share.metrics.invalid();
-            self.share.ratelimited_log.warn(format_args!("a request of {readable} bytes with room for {room} is none"));
+            self.share
+                .ratelimited_log
+                .warn(format_args!("a request of {readable} bytes with room for {room} is invalid"));
         }
         self.guest.accept(token, is_message.then_some(head));
     }

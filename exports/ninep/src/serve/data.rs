@@ -10,6 +10,7 @@ use ferry_vfs::{Change, Data, Errno, Extent, Ino, IoRange, OFlags, Result, Sessi
 use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Reply, WRITE_HEAD_BYTES, encode_data_head, kind};
 
 use super::{Context, ReplyPlace, encode};
+use crate::append_tracking::TrackedWrite;
 use crate::carrier::{NinepCarrier, NinepReply};
 use crate::read_ahead::ReadAhead;
 use crate::request_table::Ticket;
@@ -31,7 +32,7 @@ pub(crate) struct PendingTransfer {
     timer: Option<Timer>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 enum Kind {
     Read {
         bytes_max: usize,
@@ -40,6 +41,7 @@ enum Kind {
         ino: Ino,
         offset: u64,
         bytes_max: usize,
+        tracked: Option<TrackedWrite>,
     },
     /// An fsync, behind a write of so many bytes that the source made itself.
     Durable {
@@ -50,16 +52,24 @@ enum Kind {
 
 impl PendingTransfer {
     /// The transfer has ended: writes the reply.
-    pub(crate) fn end(self, share: &Share, buffer: &mut impl NinepReply, outcome: Result<usize>) -> Result<ReplyPlace> {
+    pub(crate) fn end(
+        mut self,
+        share: &Share,
+        buffer: &mut impl NinepReply,
+        outcome: Result<usize>,
+    ) -> Result<ReplyPlace> {
         if let Some(timer) = self.timer {
             share
                 .metrics
                 .end(timer, outcome.map(|moved| if let Kind::Durable { bytes } = self.kind { bytes } else { moved }));
         }
+        if let Kind::Write { bytes_max, tracked, .. } = &mut self.kind {
+            ended(tracked.take(), outcome.unwrap_or_default().min(*bytes_max));
+        }
         let (tag, moved) = (self.ticket.tag, outcome?);
         let reply = match self.kind {
             Kind::Read { bytes_max } => return Ok(read_done(buffer, &self.ticket, moved.min(bytes_max))),
-            Kind::Write { ino, offset, bytes_max } => {
+            Kind::Write { ino, offset, bytes_max, .. } => {
                 let bytes = moved.min(bytes_max);
                 publish(share, self.session, ino, offset, bytes);
                 written(bytes)
@@ -69,6 +79,13 @@ impl PendingTransfer {
         };
         encode(buffer, tag, &reply);
         Ok(ReplyPlace::Short)
+    }
+}
+
+/// A write has ended, with so many bytes.
+fn ended(tracked: Option<TrackedWrite>, bytes: usize) {
+    if let Some(write) = tracked {
+        write.ended(bytes);
     }
 }
 
@@ -138,13 +155,13 @@ impl Context<'_> {
         }
     }
 
-    fn range(file: &File, open: &Open, offset: u64, bytes: usize) -> IoRange {
+    fn range(file: &File, open: &Open, (offset, bytes): (u64, usize), flags: OFlags) -> IoRange {
         IoRange {
             ino: file.node.ino,
             handle: open.handle,
             offset,
             len: u32::try_from(bytes).unwrap_or(u32::MAX),
-            flags: open.flags(),
+            flags,
             clear_privileges: false,
             owner: None,
         }
@@ -163,7 +180,7 @@ impl Context<'_> {
         if !open.can_read() {
             return Err(Errno::BADF);
         }
-        let range = Self::range(file, open, offset, bytes_max);
+        let range = Self::range(file, open, (offset, bytes_max), open.read_flags());
         let mut out = DataOutput::new(carrier, READ_HEAD_BYTES, bytes_max);
         match self.share.source.read(&self.caller(file.user, None), &range, &mut out)? {
             // The bytes after `done` belong to an earlier reply, maybe of another client.
@@ -230,25 +247,32 @@ impl Context<'_> {
     ) -> Result<ReplyPlace> {
         let cx = self.writer(file.user);
         let source = &self.share.source;
-        open.writes(offset, bytes_max, || {
+        let tracked = open.begin_write(offset, bytes_max, || {
             source.getattr(&cx, file.node.ino, Some(open.handle)).ok().map(|attr| attr.size)
         });
         let clear_privileges = file.user.clears_privileges();
-        let range = IoRange { clear_privileges, ..Self::range(file, open, offset, bytes_max) };
+        let flags = open.write_flags(tracked.as_ref());
+        let range = IoRange { clear_privileges, ..Self::range(file, open, (offset, bytes_max), flags) };
         let mut input = DataInput::new(&*carrier, WRITE_HEAD_BYTES, bytes_max);
-        let bytes = match source.write(&cx, &range, &mut input)? {
-            Data::Bytes(claimed) => {
+        let bytes = match source.write(&cx, &range, &mut input) {
+            Err(errno) => {
+                ended(tracked, 0);
+                return Err(errno);
+            }
+            Ok(Data::Bytes(claimed)) => {
                 let most = input.written_max();
+                ended(tracked, claimed.min(most));
                 if claimed > most {
                     return Err(self.check_claim("write", claimed, most));
                 }
                 claimed
             }
-            Data::Extent(extent) => {
+            Ok(Data::Extent(extent)) => {
                 let waits = range.flags.intersects(DURABLE_FLAGS);
                 let data = (WRITE_HEAD_BYTES, bytes_max);
                 let request = TransferRequest::write(extent, data, clear_privileges, waits);
-                return self.transfer(carrier, request, Kind::Write { ino: range.ino, offset, bytes_max });
+                let kind = Kind::Write { ino: range.ino, offset, bytes_max, tracked };
+                return self.transfer(carrier, request, kind);
             }
         };
         publish(self.share, self.session.id, range.ino, offset, bytes);

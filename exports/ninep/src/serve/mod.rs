@@ -254,6 +254,9 @@ impl Context<'_> {
                 _ => None,
             };
             self.share.source.setattr(&self.writer(file.user), file.node.ino, handle, &set)?;
+            if let Some(size) = set.size {
+                self.session.client_ends.resized(file.node.ino, size);
+            }
         }
         Ok(Reply::Setattr)
     }

@@ -39,6 +39,9 @@ impl Context<'_> {
         let open = self.session.opened(node, handle, flags - NOT_PASSED - OFlags::TRUNC, user);
         let opened = File { state: State::Open(Arc::clone(&open)), ..File::clone(&file) };
         let attr = self.attr(&opened)?;
+        if flags.contains(OFlags::TRUNC) {
+            self.session.client_ends.resized(node.ino, 0);
+        }
         open.found(self.session, attr.size);
         let qid = node.qid(&attr);
         self.session.replace(fid, &file, opened)?;
@@ -94,6 +97,9 @@ impl Context<'_> {
         self.session.removals.record_lookup((dir.node.ino, name), Some(node.ino));
         requests::record_name(&self.share.options.name, (dir.node.ino, name.as_bytes()), node.ino);
         let open = self.session.opened(&node, handle, flags - NOT_PASSED - OFlags::TRUNC - OFlags::EXCL, user);
+        if flags.contains(OFlags::TRUNC) {
+            self.session.client_ends.resized(node.ino, 0);
+        }
         let size = if flags.contains(OFlags::TRUNC) { 0 } else { attr.size };
         open.found(self.session, size);
         let qid = node.qid(&attr);
@@ -198,7 +204,7 @@ impl Context<'_> {
         surplus.into_iter().for_each(|ino| self.share.source.forget(ino, 1));
         outcome?;
         if flawed {
-            self.share.ratelimited_log.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
+            self.share.ratelimited_log.warn(format_args!("the source lists an invalid name, in {:?}", at.ino));
             return Err(Errno::IO);
         }
         // Nothing would mean that there is no more.
