@@ -9,10 +9,10 @@ use ferry_wire::events::{Kind, MESSAGE_BYTES_MAX, Message, Record};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::ending::Ending;
 use crate::guard::Guard;
 use crate::mounts::{MountId, is_mount_point};
 use crate::replay::Replayer;
+use crate::shutdown::Shutdown;
 use crate::sys;
 
 /// The pause after messages with changes of data: those of the meantime are one event.
@@ -90,7 +90,7 @@ impl AgentError {
 /// How an agent ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AgentEnd {
-    /// By [`Ending::end`].
+    /// By [`Shutdown::end`].
     Asked,
     /// Its mount was unmounted, or something else is mounted there.
     Unmounted,
@@ -102,16 +102,16 @@ pub struct Agent {
     path: PathBuf,
     root: Arc<OwnedFd>,
     mount: MountId,
-    ending: Arc<Ending>,
+    shutdown: Arc<Shutdown>,
     /// Where caches are leased.
     guard: Option<Guard>,
 }
 
-fn open(path: &Path, ending: &Ending) -> Result<(Arc<OwnedFd>, MountId), Errno> {
+fn open(path: &Path, shutdown: &Shutdown) -> Result<(Arc<OwnedFd>, MountId), Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = Arc::new(rustix::fs::open(path, flags, Mode::empty())?);
     let mount = MountId::of(root.as_fd())?;
-    ending.add(&root);
+    shutdown.add(&root);
     Ok((root, mount))
 }
 
@@ -120,9 +120,9 @@ impl Agent {
     ///
     /// # Errors
     /// It cannot be opened.
-    pub fn open(path: &Path, ending: &Arc<Ending>) -> Result<Self, AgentError> {
-        let (root, mount) = open(path, ending).map_err(|source| AgentError::Open { path: path.into(), source })?;
-        Ok(Self { path: path.into(), root, mount, ending: Arc::clone(ending), guard: None })
+    pub fn open(path: &Path, shutdown: &Arc<Shutdown>) -> Result<Self, AgentError> {
+        let (root, mount) = open(path, shutdown).map_err(|source| AgentError::Open { path: path.into(), source })?;
+        Ok(Self { path: path.into(), root, mount, shutdown: Arc::clone(shutdown), guard: None })
     }
 
     /// Replays events. Calls `ready` when the server has this agent's request, and often afterwards: what happens from now
@@ -167,7 +167,7 @@ impl Agent {
         }
         let mut buffer = vec![0; MESSAGE_BYTES_MAX];
         let mut last_error = None;
-        while !self.ending.is_over() {
+        while !self.shutdown.is_over() {
             let path = || self.path.clone();
             match sys::wait(&self.root, &mut buffer) {
                 Ok(()) => {}
@@ -189,8 +189,8 @@ impl Agent {
                     if last_error.replace(error) != Some(error) {
                         tracing::warn!("{}: waiting for the server: {error}", self.path.display());
                     }
-                    self.ending.sleep(RETRY);
-                    if let Ok((root, mount)) = open(&self.path, &self.ending) {
+                    self.shutdown.sleep(RETRY);
+                    if let Ok((root, mount)) = open(&self.path, &self.shutdown) {
                         (self.root, self.mount) = (root, mount);
                         // The next one is that of the new mount.
                         self.guard = None;
@@ -205,7 +205,7 @@ impl Agent {
                 Ok(message) => message,
                 Err(error) => {
                     tracing::warn!("{}: the server's message is not used: {error}", self.path.display());
-                    self.ending.sleep(RETRY);
+                    self.shutdown.sleep(RETRY);
                     continue;
                 }
             };
@@ -220,7 +220,7 @@ impl Agent {
                 // Nothing happens: nothing but the mount table is looked at.
                 Replayed::Nothing if self.is_unmounted() => return Ok(AgentEnd::Unmounted),
                 Replayed::Nothing | Replayed::Names => {}
-                Replayed::Data => self.ending.sleep(INTERVAL),
+                Replayed::Data => self.shutdown.sleep(INTERVAL),
                 // What is leased to an agent that cannot replay would be wrong for minutes.
                 Replayed::Refused => return Err(AgentError::ReadOnly { path: self.path.clone() }),
             }
@@ -250,7 +250,7 @@ impl Agent {
                 Ok(record) => record,
                 Err(error) => {
                     tracing::warn!("{}: the rest of a message is not used: {error}", self.path.display());
-                    self.ending.sleep(RETRY);
+                    self.shutdown.sleep(RETRY);
                     break;
                 }
             };

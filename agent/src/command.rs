@@ -9,9 +9,9 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::agent::{Agent, AgentEnd, AgentError};
-use crate::ending::Ending;
 use crate::mounts::MountTable;
 use crate::notify::Readiness;
+use crate::shutdown::Shutdown;
 
 /// The exit status of failures.
 const FAILED: u8 = 1;
@@ -73,10 +73,10 @@ pub fn run(program: &'static str, args: &Args) -> u8 {
 }
 
 fn start(program: &'static str, args: &Args) -> std::io::Result<Vec<JoinHandle<u8>>> {
-    let ending = Arc::new(Ending::new()?);
+    let shutdown = Arc::new(Shutdown::new()?);
     let readiness = Arc::new(Readiness::new(args.mounts.len()));
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
-    let (ends, is_told) = (Arc::clone(&ending), Arc::clone(&readiness));
+    let (ends, is_told) = (Arc::clone(&shutdown), Arc::clone(&readiness));
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if signals.forever().next().is_some() {
             is_told.stopping();
@@ -85,7 +85,7 @@ fn start(program: &'static str, args: &Args) -> std::io::Result<Vec<JoinHandle<u
         }
     })?;
     let serve = |path: &PathBuf| {
-        let place = Place { path: path.clone(), waits: args.wait, ending: Arc::clone(&ending) };
+        let place = Place { path: path.clone(), waits: args.wait, shutdown: Arc::clone(&shutdown) };
         let readiness = Arc::clone(&readiness);
         std::thread::Builder::new().name("agent".into()).spawn(move || {
             let mut is_ready = false;
@@ -122,7 +122,7 @@ fn text(error: &AgentError) -> String {
 struct Place {
     path: PathBuf,
     waits: bool,
-    ending: Arc<Ending>,
+    shutdown: Arc<Shutdown>,
 }
 
 impl Place {
@@ -134,7 +134,7 @@ impl Place {
         let table = MountTable::open()
             .map_err(|error| failed(rustix::io::Errno::from_io_error(&error).unwrap_or(rustix::io::Errno::IO)))?;
         loop {
-            match Agent::open(path, &self.ending).and_then(|agent| agent.run(ready)) {
+            match Agent::open(path, &self.shutdown).and_then(|agent| agent.run(ready)) {
                 Ok(AgentEnd::Asked) => return Ok(()),
                 Ok(AgentEnd::Unmounted) => tracing::info!("{} has been unmounted", path.display()),
                 Err(error) if self.waits && error.is_missing() => {
@@ -147,7 +147,7 @@ impl Place {
             }
             // Whoever waits for this service may be who mounts.
             ready();
-            if !table.wait(&self.ending).map_err(failed)? {
+            if !table.wait(&self.shutdown).map_err(failed)? {
                 return Ok(());
             }
         }
@@ -167,7 +167,7 @@ mod tests {
     fn what_is_not_mounted_is_one_sentence() {
         let folder = tempfile::tempdir().expect("a folder");
         let place =
-            |path: PathBuf| Place { path, waits: false, ending: Arc::new(Ending::new().expect("a descriptor")) };
+            |path: PathBuf| Place { path, waits: false, shutdown: Arc::new(Shutdown::new().expect("a descriptor")) };
         let error = place(folder.path().join("none\n")).serve(&mut || ()).expect_err("no such path");
         assert!(error.is_missing() && !error.is_misuse());
         assert!(text(&error).ends_with("none?: No such file or directory (os error 2)"), "{}", text(&error));
@@ -182,12 +182,12 @@ mod tests {
     #[test]
     fn who_waits_is_ready_and_ends_when_told() {
         let folder = tempfile::tempdir().expect("a folder");
-        let ending = Arc::new(Ending::new().expect("a descriptor"));
-        let place = Place { path: folder.path().join("later"), waits: true, ending: Arc::clone(&ending) };
+        let shutdown = Arc::new(Shutdown::new().expect("a descriptor"));
+        let place = Place { path: folder.path().join("later"), waits: true, shutdown: Arc::clone(&shutdown) };
         let (ready, is_ready) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || place.serve(&mut || ready.send(()).expect("a receiver")).is_ok());
         is_ready.recv().expect("ready");
-        let _ = ending.end();
+        let _ = shutdown.end();
         assert!(thread.join().expect("no panic"));
     }
 }

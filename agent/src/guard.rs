@@ -5,8 +5,10 @@
 //! the end of the first.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use ferry_vfs::sync::lock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, Result};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -21,6 +23,14 @@ const SILENCE: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
 /// The server may count an agent that has ended as there for this long, and until then let the kernel keep what it says.
 const LEASE: Timespec = Timespec { tv_sec: 2, tv_nsec: 500_000_000 };
 
+/// Guards that go on for a while after their agent, and are to be reaped.
+static ENDING: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
+
+/// Reaps guards that have ended.
+fn reap() {
+    lock(&ENDING).retain(|process| matches!(waitpid(Some(*process), WaitOptions::NOHANG), Ok(None) | Err(Errno::INTR)));
+}
+
 /// A process that waits for the end of this one.
 #[derive(Debug)]
 pub(crate) struct Guard {
@@ -32,6 +42,7 @@ pub(crate) struct Guard {
 impl Guard {
     /// Starts it, for the file system with this root.
     pub(crate) fn start(root: &OwnedFd) -> Result<Self> {
+        reap();
         let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
         let picked = sys::pick(root).ok();
         // SAFETY: the new process has one thread, and makes nothing but system calls: no allocation, no lock.
@@ -54,8 +65,8 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         self.pipe = None;
-        // One that was killed is waited for, too.
-        let _ = waitpid(Some(self.process), WaitOptions::NOHANG);
+        lock(&ENDING).push(self.process);
+        reap();
     }
 }
 
@@ -91,4 +102,23 @@ fn run(pipe: &OwnedFd, picked: Option<&OwnedFd>) {
     drop_caches();
     let _ = rustix::thread::nanosleep(&LEASE);
     drop_caches();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guards_that_have_ended_are_reaped() {
+        // No root of a mount: nothing is remounted.
+        let dir: OwnedFd = std::fs::File::open(concat!(env!("CARGO_MANIFEST_DIR"), "/src")).unwrap().into();
+        let process = Guard::start(&dir).unwrap().process;
+        let begin = Instant::now();
+        while lock(&ENDING).contains(&process) {
+            assert!(begin.elapsed() < Duration::from_secs(60), "it does not end");
+            std::thread::sleep(Duration::from_millis(50));
+            reap();
+        }
+        assert_eq!(waitpid(Some(process), WaitOptions::NOHANG).map(|_| ()), Err(Errno::CHILD));
+    }
 }

@@ -5,25 +5,25 @@
 //! [`run`] is the command `ferry agent` and the program `ferry-agent`. An [`Agent`] serves one mount:
 //!
 //! ```no_run
-//! use ferry_agent::{Agent, AgentEnd, Ending};
+//! use ferry_agent::{Agent, AgentEnd, Shutdown};
 //!
-//! let ending = std::sync::Arc::new(Ending::new()?);
-//! let agent = Agent::open("/mnt/work".as_ref(), &ending)?;
-//! // Another thread may call `ending.end()`.
+//! let shutdown = std::sync::Arc::new(Shutdown::new()?);
+//! let agent = Agent::open("/mnt/work".as_ref(), &shutdown)?;
+//! // Another thread may call `shutdown.end()`.
 //! let end: AgentEnd = agent.run(&mut || println!("events are replayed"))?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
 mod agent;
 mod command;
-mod ending;
 mod guard;
 mod mounts;
 mod notify;
 mod replay;
+mod shutdown;
 mod sys;
 
 pub use agent::{Agent, AgentEnd, AgentError};
 pub use command::{Args, main, run, table};
-pub use ending::Ending;
 pub use notify::notification_socket;
+pub use shutdown::Shutdown;

@@ -7,7 +7,7 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, Statx, StatxAttributes, StatxFlags, statx};
 use rustix::io::Result;
 
-use crate::ending::Ending;
+use crate::shutdown::Shutdown;
 
 /// The identity of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,8 +55,8 @@ impl MountTable {
     }
 
     /// Waits until something was mounted or unmounted since the last wait; returns false if agents are to end.
-    pub(crate) fn wait(&self, ending: &Ending) -> Result<bool> {
-        ending.wait_urgent(self.0.as_fd())
+    pub(crate) fn wait(&self, shutdown: &Shutdown) -> Result<bool> {
+        shutdown.wait_urgent(self.0.as_fd())
     }
 }
 
@@ -76,12 +76,12 @@ mod tests {
 
     #[test]
     fn waiting_for_mounts_ends_when_agents_are_to() {
-        let ending = std::sync::Arc::new(Ending::new().expect("a descriptor"));
+        let shutdown = std::sync::Arc::new(Shutdown::new().expect("a descriptor"));
         let table = MountTable::open().expect("/proc is mounted");
-        let other = std::sync::Arc::clone(&ending);
+        let other = std::sync::Arc::clone(&shutdown);
         let thread = std::thread::spawn(move || {
             // Others may mount something meanwhile.
-            while table.wait(&ending).expect("polled") {}
+            while table.wait(&shutdown).expect("polled") {}
         });
         // Whether this process may interrupt agents or not: there are none.
         let _ = other.end();

@@ -1,4 +1,4 @@
-//! Ends agents at once, though a guest's kernel cannot interrupt the request in which they wait.
+//! Stops agents at once. The guest's kernel cannot interrupt the request in which they wait, so the server is asked to.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,32 +15,32 @@ const INTERRUPT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Ends the agents of a process.
 #[derive(Debug)]
-pub struct Ending {
+pub struct Shutdown {
     /// Readable once agents are to end.
-    bell: OwnedFd,
+    wake_fd: OwnedFd,
     is_over: AtomicBool,
     /// The roots of the mounts at which agents wait.
     roots: Mutex<Vec<Weak<OwnedFd>>>,
 }
 
-impl Ending {
+impl Shutdown {
     /// Creates it.
     ///
     /// # Errors
     /// No descriptor is left.
     pub fn new() -> std::io::Result<Self> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { bell, is_over: AtomicBool::new(false), roots: Mutex::default() })
+        let wake_fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { wake_fd, is_over: AtomicBool::new(false), roots: Mutex::default() })
     }
 
-    /// Has all agents end; returns when they no longer wait. The calling thread takes the group of replays meanwhile.
+    /// Stops all agents, and returns when none waits. Meanwhile the calling thread has the group id that marks replays.
     ///
     /// # Errors
     /// Only root can interrupt an agent. They end after their wait.
     pub fn end(&self) -> Result<()> {
         self.is_over.store(true, Ordering::Release);
         // Fails only if it is readable already.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.wake_fd, &1_u64.to_ne_bytes());
         let before = sys::take_group()?;
         let outcome = self.interrupt_all();
         sys::give_back(before).and(outcome)
@@ -73,12 +73,12 @@ impl Ending {
     /// Pauses until agents are to end.
     pub(crate) fn sleep(&self, duration: Duration) {
         let timeout = Timespec::try_from(duration).ok();
-        let _ = poll(&mut [PollFd::new(&self.bell, PollFlags::IN)], timeout.as_ref());
+        let _ = poll(&mut [PollFd::new(&self.wake_fd, PollFlags::IN)], timeout.as_ref());
     }
 
     /// Waits until a descriptor has an urgent condition; returns false if agents are to end.
     pub(crate) fn wait_urgent(&self, fd: BorrowedFd<'_>) -> Result<bool> {
-        let mut fds = [PollFd::new(&fd, PollFlags::PRI), PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN)];
+        let mut fds = [PollFd::new(&fd, PollFlags::PRI), PollFd::from_borrowed_fd(self.wake_fd.as_fd(), PollFlags::IN)];
         match poll(&mut fds, None) {
             Ok(_) | Err(Errno::INTR) => Ok(!self.is_over()),
             Err(error) => Err(error),

@@ -71,7 +71,7 @@ impl Listener for ChangeListener {
 
 /// Notifies the kernel of changes, until dropped.
 pub(crate) struct Notifier {
-    teller: Arc<NotifyThread>,
+    notify_thread: Arc<NotifyThread>,
     subscription: Option<Subscription>,
 }
 
@@ -82,9 +82,10 @@ impl Notifier {
         let shared = Arc::new(Shared::default());
         let watch = Watch::default();
         let owner = watch.first_owner();
-        let teller = Arc::new(NotifyThread { connection: Arc::clone(connection), shared: Arc::clone(&shared), watch });
-        teller.start(move |_| Some(owner))?;
-        let post: Arc<dyn MonitoredWorker> = Arc::clone(&teller) as _;
+        let notify_thread =
+            Arc::new(NotifyThread { connection: Arc::clone(connection), shared: Arc::clone(&shared), watch });
+        notify_thread.start(move |_| Some(owner))?;
+        let post: Arc<dyn MonitoredWorker> = Arc::clone(&notify_thread) as _;
         connection.monitor_handle.add(Arc::downgrade(&post));
         let subscription = changes.listen(ChangeListener {
             connection: Arc::clone(connection),
@@ -97,7 +98,7 @@ impl Notifier {
                 shared.close();
             }
         });
-        Ok(Some(Self { teller, subscription: Some(subscription) }))
+        Ok(Some(Self { notify_thread, subscription: Some(subscription) }))
     }
 }
 
@@ -105,7 +106,7 @@ impl Drop for Notifier {
     fn drop(&mut self) {
         self.subscription = None;
         // No thread is joined: the kernel may release it only after a blocked handler.
-        self.teller.shared.close();
+        self.notify_thread.shared.close();
     }
 }
 
@@ -120,12 +121,12 @@ struct NotifyThread {
 impl NotifyThread {
     /// Starts a thread, which sends notifications if it gets the right to.
     fn start(self: &Arc<Self>, right: impl FnOnce(&Self) -> Option<Ownership> + Send + 'static) -> io::Result<()> {
-        let (teller, present) = (Arc::clone(self), ServingThread::new(&self.connection));
+        let (notify_thread, present) = (Arc::clone(self), ServingThread::new(&self.connection));
         std::thread::Builder::new().name("fuse-notify".into()).spawn(move || {
-            if let Some(mut owner) = right(&teller) {
-                teller.tell_all(&mut owner);
+            if let Some(mut owner) = right(&notify_thread) {
+                notify_thread.tell_all(&mut owner);
             }
-            drop(teller);
+            drop(notify_thread);
             drop(present);
         })?;
         Ok(())
@@ -217,7 +218,7 @@ impl MonitoredWorker for NotifyThread {
         if self.shared.is_full() {
             return Replacement::Nobody;
         }
-        match self.start(move |teller| teller.shared.set_aside(|| teller.watch.take(seen))) {
+        match self.start(move |notify_thread| notify_thread.shared.set_aside(|| notify_thread.watch.take(seen))) {
             Ok(()) => Replacement::Found,
             Err(error) => {
                 tracing::debug!("cannot start a thread to notify the kernel of changes: {error}");

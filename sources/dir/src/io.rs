@@ -108,7 +108,11 @@ impl Dir {
             && inode.is_verified()
             && !inode.is_pinned()
         {
-            return self.retry_with_room_to_keep(|| sys::open_by_handle(mount, handle, flags | OFlags::NOCTTY));
+            match self.retry_with_room_to_keep(|| sys::open_by_handle(mount, handle, flags | OFlags::NOCTTY)) {
+                // It was removed, and there may be a descriptor of it.
+                Err(Errno::STALE) => {}
+                opened => return opened,
+            }
         }
         let fd = self.path_fd(inode)?;
         let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY;

@@ -324,7 +324,7 @@ impl Dir {
                 Ok(handle) => {
                     let inode = self.table.insert(self.found(dir, &st, mount, Some(handle), false)).0;
                     self.look_for_acl(&inode, (dir_fd, name), &st);
-                    self.hold_found(&inode, dir_fd, name).inspect_err(|_| self.table.forget(inode.ino, 1))?;
+                    self.hold_found(&inode).inspect_err(|_| self.table.forget(inode.ino, 1))?;
                     return Ok((inode, st));
                 }
                 // A file system that has handles for some of its inodes only.
@@ -350,18 +350,16 @@ impl Dir {
     /// Opens an inode that was found, if a client came too late to another one just now: programs on the host replace files
     /// faster than clients open what they have found, and a client's kernel tries once more only. Nobody comes too late to
     /// an inode with a descriptor.
-    fn hold_found(&self, inode: &Arc<Inode>, dir_fd: BorrowedFd<'_>, name: &[u8]) -> Result<()> {
+    ///
+    /// It is opened by its handle: the name may refer to another inode by now, even to one with the same number.
+    fn hold_found(&self, inode: &Arc<Inode>) -> Result<()> {
         if !self.last_stale.is_recent() || inode.is_held() {
             return Ok(());
         }
-        let opened = self.open_path(dir_fd, name).and_then(|fd| self.check(inode, fd.as_fd()).map(|_| fd));
-        match opened {
-            Ok(fd) => _ = self.cache.keep(&self.table, inode, self.cache.wrap(fd)),
-            // The name refers to another inode by now.
-            Err(Errno::NOENT | Errno::STALE) => return Err(Errno::STALE),
-            Err(_) => {}
+        match self.reach(inode) {
+            Err(Errno::STALE) => Err(Errno::STALE),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     fn found(

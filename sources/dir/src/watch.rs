@@ -125,7 +125,7 @@ impl Watched {
             Self::FileSystems { index, ours, history, .. } => {
                 let history = &mut *lock(history);
                 events(bytes, |event| heard(index, *ours, &event, history, &mut tell));
-                history.take()
+                history.take(begin)
             }
             Self::Directories(directories) => {
                 directories.wait_for_records();
@@ -154,24 +154,24 @@ impl Watched {
 
 /// Wakes the thread that watches.
 #[derive(Debug)]
-pub(crate) struct Bell {
+pub(crate) struct WakeFd {
     fd: OwnedFd,
     /// The thread is to end.
     is_over: AtomicBool,
 }
 
-impl Bell {
+impl WakeFd {
     fn new() -> std::result::Result<Self, Errno> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self { fd, is_over: AtomicBool::new(false) })
     }
 
-    fn ring(&self) {
+    fn wake(&self) {
         // Fails only if the thread is about to be woken already.
         let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
     }
 
-    fn answer(&self) {
+    fn clear(&self) {
         let _ = rustix::io::read(&self.fd, &mut [0; 8]);
     }
 }
@@ -232,7 +232,7 @@ impl Republished {
 struct Watcher {
     watched: Arc<Watched>,
     changes: Changes,
-    bell: Arc<Bell>,
+    wake_fd: Arc<WakeFd>,
     /// The changes published since the last repetition, and those before it.
     republished: [Republished; 2],
 }
@@ -254,17 +254,17 @@ impl Watcher {
             let is_waiting = watched.is_waiting();
             let left = if is_waiting { Some(directory_history::DELAY) } else { left };
             let left = left.and_then(|left| Timespec::try_from(left).ok());
-            let mut fds = [PollFd::new(&*watched, PollFlags::IN), PollFd::new(&self.bell.fd, PollFlags::IN)];
+            let mut fds = [PollFd::new(&*watched, PollFlags::IN), PollFd::new(&self.wake_fd.fd, PollFlags::IN)];
             let polled = poll(&mut fds, left.as_ref());
-            let [is_there, rings] = fds.map(|fd| !fd.revents().is_empty());
-            if self.bell.is_over.load(Ordering::Acquire) {
+            let [is_there, is_woken] = fds.map(|fd| !fd.revents().is_empty());
+            if self.wake_fd.is_over.load(Ordering::Acquire) {
                 return;
             }
-            if !waits && (is_there || rings) {
+            if !waits && (is_there || is_woken) {
                 next = Instant::now() + AGAIN;
             }
-            if let (true, Watched::Directories(directories)) = (rings, &*watched) {
-                self.bell.answer();
+            if let (true, Watched::Directories(directories)) = (is_woken, &*watched) {
+                self.wake_fd.clear();
                 directories.noticed(|change| self.tell(change));
             }
             if is_waiting && !is_there {
@@ -311,15 +311,15 @@ impl Watcher {
 /// Watching, until dropped.
 #[derive(Debug)]
 pub(crate) struct Watch {
-    bell: Arc<Bell>,
+    wake_fd: Arc<WakeFd>,
     thread: Option<JoinHandle<()>>,
     kind: WatchKind,
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        self.bell.is_over.store(true, Ordering::Release);
-        self.bell.ring();
+        self.wake_fd.is_over.store(true, Ordering::Release);
+        self.wake_fd.wake();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -342,26 +342,26 @@ impl Dir {
         if let Some(watch) = self.watch.get() {
             return Ok(watch.kind);
         }
-        let bell = Arc::new(Bell::new()?);
+        let wake_fd = Arc::new(WakeFd::new()?);
         let (watched, kind) = match self.watch_file_system(ours) {
             Ok(watched) => (watched, WatchKind::FileSystem),
             Err(WatchError::Host(errno)) => return Err(WatchError::Host(errno)),
             Err(why) => {
                 tracing::debug!("watching directories: {why}");
                 let max = self.options.watches_max.unwrap_or(inotify::DIRECTORIES_MAX);
-                (Watched::Directories(Box::new(Directories::new(max, Arc::clone(&bell))?)), WatchKind::Directories)
+                (Watched::Directories(Box::new(Directories::new(max, Arc::clone(&wake_fd))?)), WatchKind::Directories)
             }
         };
         let watched = Arc::new(watched);
         let watcher = Watcher {
             watched: Arc::clone(&watched),
             changes: self.changes.clone(),
-            bell: Arc::clone(&bell),
+            wake_fd: Arc::clone(&wake_fd),
             republished: Default::default(),
         };
         let thread = std::thread::Builder::new().name("dir-watch".into()).spawn(move || watcher.run());
         let thread = thread.map_err(|error| WatchError::Host(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
-        if self.watch.set(Watch { bell, thread: Some(thread), kind }).is_ok() {
+        if self.watch.set(Watch { wake_fd, thread: Some(thread), kind }).is_ok() {
             if let Watched::FileSystems { group, .. } = &*watched {
                 self.mounts.watch(Arc::clone(group));
             }

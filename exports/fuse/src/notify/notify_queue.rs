@@ -86,7 +86,7 @@ impl NotifyQueue {
                 self.deferred.put(job);
                 continue;
             }
-            // The lock of a removed inode is needed first: see `Teller::removed`.
+            // The lock of a removed inode is needed first: see `NotifyThread::removed`.
             let waits_for = if let Job::Removed(_, _, ino) = &job { Some(*ino) } else { job.waits_for() };
             self.number += 1;
             self.current = Some(Step { number: self.number, job: job.clone(), waits_for });

@@ -43,6 +43,8 @@ pub(super) struct Prunes {
     new: HashSet<Ino>,
     again: [Repetition; 2],
     all: bool,
+    /// When everything is pruned once more.
+    all_again: [Option<Instant>; 2],
 }
 
 impl Prunes {
@@ -54,7 +56,7 @@ impl Prunes {
 
     /// When something is to be given out again.
     pub(super) fn next(&self) -> Option<Instant> {
-        self.again.iter().filter_map(|again| again.next).min()
+        self.again.iter().map(|again| again.next).chain(self.all_again).flatten().min()
     }
 
     /// Those whose time has come.
@@ -65,7 +67,12 @@ impl Prunes {
             due.extend(again.due(now, delay, &new));
         }
         if std::mem::take(&mut self.all) || self.again.iter().any(|again| again.young.len() > NOTES_MAX) {
-            self.again.iter_mut().for_each(|again| again.young.clear());
+            self.again = Default::default();
+            self.all_again = PRUNE_AGAIN.map(|delay| Some(now + delay));
+            return vec![Job::PruneAll];
+        }
+        let is_due = |again: &mut Option<Instant>| again.take_if(|time| *time <= now).is_some();
+        if self.all_again.iter_mut().map(is_due).fold(false, |one, other| one | other) {
             return vec![Job::PruneAll];
         }
         due.into_iter().map(Job::Prune).collect()
@@ -109,5 +116,10 @@ mod tests {
         overflow.add(&Change::All);
         prunes.add(&overflow);
         assert_eq!(due(&mut prunes, end), [Job::PruneAll]);
+        for delay in PRUNE_AGAIN {
+            assert_eq!(prunes.next(), Some(end + delay));
+            assert_eq!(due(&mut prunes, end + delay), [Job::PruneAll]);
+        }
+        assert_eq!((due(&mut prunes, end + later * 2), prunes.next()), (all(&[]), None));
     }
 }

@@ -29,7 +29,7 @@ impl<'a> RingCarrier<'a> {
         &self.block.states[self.slot].generation_cell
     }
 
-    /// The entry's memory, for as long as the term runs.
+    /// The entry's memory, for as long as the generation runs.
     fn hold(&self) -> Option<Hold<'a>> {
         self.generation_cell().hold(self.generation)
     }
@@ -42,7 +42,7 @@ impl ReplyBuffer for RingCarrier<'_> {
 
     fn write_at(&mut self, offset: usize, bytes: &[u8]) -> usize {
         let Some(_hold) = self.hold() else { return 0 };
-        // SAFETY: the term is held, so the entry is this request's.
+        // SAFETY: the generation is held, so the entry is this request's.
         unsafe { self.block.chunk.copy_in(self.slot, offset, bytes) }
     }
 }
@@ -50,7 +50,7 @@ impl ReplyBuffer for RingCarrier<'_> {
 impl Carrier for RingCarrier<'_> {
     fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
         let Some(_hold) = self.hold() else { return 0 };
-        // SAFETY: the term is held, so the entry is this request's.
+        // SAFETY: the generation is held, so the entry is this request's.
         unsafe { self.block.chunk.copy_out(self.slot, &self.message, offset, bytes) }
     }
 
@@ -60,7 +60,7 @@ impl Carrier for RingCarrier<'_> {
         if !request.is_read() {
             self.counters.written_bytes.add(request.bytes as u64);
         }
-        // If the term is not this request's any more, the entry may get other memory; then nothing is moved.
+        // If the generation is not this request's any more, the entry may get other memory; then nothing is moved.
         self.transfer = Some(in_payload(request, chunk.second(self.slot), payload_bytes));
     }
 }

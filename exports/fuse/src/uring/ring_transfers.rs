@@ -83,7 +83,7 @@ impl RingTransfers {
 /// What became of a transfer that a worker has tried to make.
 pub(super) enum TransferOutcome {
     Made(io::Result<usize>),
-    /// It would wait. This is where it would move data; the term stays its own until it is left to the ring or dropped.
+    /// It would wait. This is where it would move data; the generation stays its own until it is left to the ring or dropped.
     Waits(*mut u8),
     /// The generation has ended.
     Over,
@@ -96,8 +96,8 @@ pub(super) fn try_transfer(carrier: &RingCarrier<'_>, transfer: &mut Transfer) -
         return TransferOutcome::Over;
     }
     let second = chunk.second(carrier.slot);
-    // SAFETY: the transfer is described within the payload that began at `second` during the term, and still does, for the
-    // term is this request's; while it moves, the entry is this request's, or else this memory is this transfer's alone.
+    // SAFETY: the transfer is described within the payload that began at `second` during the generation, and still does, for the
+    // generation is this request's; while it moves, the entry is this request's, or else this memory is this transfer's alone.
     let outcome = unsafe { transfer.try_now() };
     carrier.counters.system_calls.add(transfer.calls());
     match outcome {
@@ -126,7 +126,7 @@ pub(super) fn submit_to_ring(worker: &Worker<'_>, index: usize, waits: BlockingT
     let BlockingTransfer { transfer, unfinished, generation, message, second } = waits;
     let state = &block.states[slot];
     let mut under_way = lock(&state.under_way);
-    // Whoever robs a worker of its term does it under the lock, and only while nothing lies here.
+    // A generation is revoked only under this lock, and only while no transfer is stored here.
     if !state.generation_cell.moves(generation) {
         return block.end_move(slot, generation, second);
     }
@@ -306,7 +306,7 @@ impl Worker<'_> {
         drop(memory);
         let index = RingTransfers::index(number);
         let Some((block, slot)) = queue.entry(index) else { return };
-        // Its term has ended: nothing is written.
+        // Its generation has ended: nothing is written.
         let mut carrier = RingCarrier { queue, block, slot, index, generation, message, counters, transfer: None };
         let _ = unfinished.finish(&mut carrier, outcome);
     }

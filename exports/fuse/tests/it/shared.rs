@@ -1,4 +1,4 @@
-//! Two mounts of one source that trust what they have seen, with files that are passed through.
+//! Two mounts of one source with `--cache always`; one has passthrough.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use crate::common;
@@ -23,8 +23,8 @@ fn seen(at: &Mounted) -> Vec<u8> {
     std::fs::read(at.path("file")).unwrap()
 }
 
-/// The first open decides that a file is passed through. Who then opens it for writing is passed through as well, for the
-/// kernel wants it so, and yet the other mount must learn of each write.
+/// The first open decides that the inode passes through. The kernel requires the same of a later open for writing, but
+/// the other mount must still be notified of each write.
 #[test]
 fn writes_to_a_file_that_others_read_are_notified_at_once() {
     if !rustix::process::geteuid().is_root() {

@@ -3,7 +3,11 @@
 //! The kernel merges events of one name and inode that nobody has read yet. Their parts are then in the order in which
 //! programs mostly do them: create, change, write, close, remove.
 
+use std::time::Instant;
+
 use ferry_vfs::{Event, Ino, NameBuf, Place};
+
+use super::directory_history::DELAY;
 
 /// A name in directories that clients know: one for each mount through which they found it.
 pub(super) type Names<'a> = (Vec<Ino>, &'a NameBuf);
@@ -29,6 +33,8 @@ pub(crate) struct History {
     out: Vec<Event>,
     /// The handle of what the last rename moved, if that is the last event.
     moved: Option<u64>,
+    /// Since when the last event waits.
+    since: Option<Instant>,
 }
 
 impl History {
@@ -37,9 +43,16 @@ impl History {
         self.out
     }
 
-    /// Returns what happened, but for what the next event may be a part of: reads end anywhere.
-    pub(super) fn take(&mut self) -> Vec<Event> {
-        let next = if self.is_waiting() { self.out.pop() } else { None };
+    /// Returns what happened, but for what the next event may be a part of: reads end anywhere. The kernel tells both
+    /// parts at once, so a read that began later has the second one if there is any.
+    pub(super) fn take(&mut self, read_begin: Instant) -> Vec<Event> {
+        let kept_since = self.since.take().filter(|_| self.out.len() == 1);
+        let since = kept_since.unwrap_or(read_begin);
+        if !self.is_waiting() || read_begin.saturating_duration_since(since) >= DELAY {
+            return std::mem::take(&mut self.out);
+        }
+        self.since = Some(since);
+        let next = self.out.pop();
         std::mem::replace(&mut self.out, next.into_iter().collect())
     }
 
@@ -104,18 +117,24 @@ impl History {
         }
     }
 
-    /// A rename of which clients know one directory only is a new or a removed name for them.
+    /// A rename of which clients know one directory only is a new or a removed name for them. So it is where they know a
+    /// directory through several mounts, for nothing says which of the old and the new place belong together.
     fn rename(&mut self, event: &Known<'_>, is_dir: bool) {
-        let first = |names: &Option<Names<'_>>| {
-            let (dirs, name) = names.as_ref()?;
-            Some((*dirs.first()?, (*name).clone()))
+        let places = |names: &Option<Names<'_>>| -> Vec<(Ino, NameBuf)> {
+            let names = names.as_ref().map(|(dirs, name)| dirs.iter().map(|dir| (*dir, (*name).clone())).collect());
+            names.unwrap_or_default()
         };
+        let (from, to) = (places(&event.entry), places(&event.new_entry));
+        if from.is_empty() && to.is_empty() {
+            // Elsewhere in the file system: it is not between the two halves of anything here.
+            return;
+        }
         let moved = std::mem::replace(&mut self.moved, event.target);
-        match (first(&event.entry), first(&event.new_entry)) {
-            (Some(from), Some(to)) => {
+        match (&from[..], &to[..]) {
+            ([from], [to]) => {
                 // The kernel reports an exchange as two renames, one right after the other.
                 if let Some(Event::Renamed { from: other, to: others, exchanged, .. }) = self.out.last_mut()
-                    && (&from, &to) == (&*others, &*other)
+                    && (from, to) == (&*others, &*other)
                     && !*exchanged
                     && moved.is_some()
                     && moved != event.target
@@ -124,17 +143,13 @@ impl History {
                     self.moved = None;
                     return;
                 }
-                self.out.push(Event::Renamed { from, to, is_dir, exchanged: false });
+                self.out.push(Event::Renamed { from: from.clone(), to: to.clone(), is_dir, exchanged: false });
             }
-            (Some((dir, name)), None) => {
+            _ => {
                 let ino = event.targets.first().copied();
-                self.out.push(Event::Removed { dir, name, is_dir, ino });
+                self.out.extend(from.into_iter().map(|(dir, name)| Event::Removed { dir, name, is_dir, ino }));
+                self.out.extend(to.into_iter().map(|(dir, name)| Event::Created { dir, name, is_dir, ino }));
             }
-            (None, Some((dir, name))) => {
-                self.out.push(Event::Created { dir, name, is_dir, ino: event.targets.first().copied() })
-            }
-            // Elsewhere in the file system: it is not between the two halves of anything here.
-            (None, None) => self.moved = moved,
         }
     }
 }
@@ -202,17 +217,54 @@ mod tests {
             let mut history = History::default();
             history.add(&known(libc::FAN_CREATE, Some((2, &b)), None, 5));
             history.add(&halves[0]);
-            assert!(matches!(&history.take()[..], [Event::Created { .. }]) && history.is_waiting());
+            let now = Instant::now();
+            assert!(matches!(&history.take(now)[..], [Event::Created { .. }]) && history.is_waiting());
             history.add(&halves[1]);
-            let told = history.take();
+            let told = history.take(now);
             assert!(matches!(&told[..], [Event::Removed { .. } | Event::Renamed { exchanged: true, .. }]), "{told:?}");
-            assert!(!history.is_waiting() && history.take().is_empty());
+            assert!(!history.is_waiting() && history.take(now).is_empty());
             // What comes next may be something else.
             history.add(&halves[0]);
-            assert!(history.take().is_empty());
+            assert!(history.take(now).is_empty());
             history.add(&known(libc::FAN_CREATE, Some((2, &a)), None, 5));
-            assert_eq!(history.take().len(), 2);
+            assert_eq!(history.take(now).len(), 2);
         }
+    }
+
+    #[test]
+    fn half_an_exchange_is_told_soon_although_events_from_elsewhere_keep_coming() {
+        let (a, b) = (name(b"a"), name(b"b"));
+        let mut history = History::default();
+        let begin = Instant::now();
+        history.add(&known(libc::FAN_RENAME, Some((2, &a)), Some((3, &b)), 7));
+        assert!(history.take(begin).is_empty());
+        let elsewhere = |history: &mut History| history.add(&known(libc::FAN_MODIFY, Some((0, &a)), None, 0));
+        let unknown = Known { targets: Vec::new(), ..known(libc::FAN_MODIFY, Some((0, &a)), None, 5) };
+        history.add(&unknown);
+        assert!(history.take(begin + DELAY / 2).is_empty());
+        history.add(&unknown);
+        assert_eq!(history.take(begin + DELAY).len(), 1);
+        // The time of the next one is its own.
+        history.add(&known(libc::FAN_RENAME, Some((2, &b)), Some((3, &a)), 7));
+        assert!(history.take(begin + DELAY * 2).is_empty());
+        elsewhere(&mut history);
+        assert_eq!(history.take(begin + DELAY * 2).len(), 2);
+    }
+
+    #[test]
+    fn renames_are_told_for_each_way_to_a_directory() {
+        let (a, b) = (name(b"a"), name(b"b"));
+        let mut history = History::default();
+        history.add(&Known {
+            mask: libc::FAN_RENAME,
+            entry: Some((vec![Ino(2), Ino(12)], &a)),
+            new_entry: Some((vec![Ino(3)], &b)),
+            targets: vec![Ino(9)],
+            target: Some(7),
+        });
+        let gone = |dir| Event::Removed { dir: Ino(dir), name: a.clone(), is_dir: false, ino: Some(Ino(9)) };
+        let new = Event::Created { dir: Ino(3), name: b.clone(), is_dir: false, ino: Some(Ino(9)) };
+        assert_eq!(history.finish(), [gone(2), gone(12), new]);
     }
 
     #[test]

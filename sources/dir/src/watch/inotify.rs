@@ -20,7 +20,7 @@ use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, Changes, Errno, Ino, Name, NameBuf, Result};
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 
-use super::Bell;
+use super::WakeFd;
 use super::changes::changes_of;
 use super::directory_history::{DELAY, DirectoryEvent, DirectoryHistory};
 use super::history::History;
@@ -35,8 +35,9 @@ pub(super) const DIRECTORIES_MAX: usize = 65_536;
 const DIRECTORIES_MIN: usize = 64;
 /// The part that is removed at once, so that revalidation is rare.
 const EVICTED_PART: usize = 4;
-/// The maximum number of names by which one inode is found. Further ones replace them all.
-const NAMES_MAX: usize = 16;
+/// The maximum number of names by which one inode is found. A further one replaces them all, and clients look up again those
+/// that they use.
+const NAMES_MAX: usize = 256;
 /// The maximum number of stale entries of the clock before they are removed.
 const SLACK: usize = 1024;
 /// `struct inotify_event` up to its name: watch descriptor, mask, cookie, length.
@@ -87,6 +88,10 @@ impl NameIndex {
         self.by_ino.range((ino, 0)..=(ino, u64::MAX)).map(|(ino, name)| (*name, *ino))
     }
 
+    fn is_full(&self, ino: Ino) -> bool {
+        self.names(ino).count() >= NAMES_MAX
+    }
+
     fn find(&self, name: NameHash) -> Vec<Ino> {
         self.by_name.range((name, Ino(0))..=(name, Ino(u64::MAX))).map(|(_, ino)| *ino).collect()
     }
@@ -96,7 +101,7 @@ impl NameIndex {
         if self.by_name.contains(&(name, ino)) {
             return false;
         }
-        if self.names(ino).count() >= NAMES_MAX {
+        if self.is_full(ino) {
             self.forget(ino);
         }
         self.by_ino.insert((ino, name));
@@ -142,7 +147,7 @@ pub(crate) struct Directories {
     inotify: OwnedFd,
     max: usize,
     state: Mutex<State>,
-    bell: Arc<Bell>,
+    wake_fd: Arc<WakeFd>,
     /// It was logged that some directories cannot be watched.
     has_warned: AtomicBool,
     /// What happened, if somebody is told of that.
@@ -164,14 +169,14 @@ impl AsFd for Directories {
 }
 
 impl Directories {
-    pub(super) fn new(max: usize, bell: Arc<Bell>) -> Result<Self> {
+    pub(super) fn new(max: usize, wake_fd: Arc<WakeFd>) -> Result<Self> {
         let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
         let has_warned = AtomicBool::new(false);
         Ok(Self {
             inotify,
             max: max.max(1),
             state: Mutex::default(),
-            bell,
+            wake_fd,
             has_warned,
             history: OnceLock::new(),
             operations: Operations::default(),
@@ -289,7 +294,7 @@ impl Directories {
         }
         tracing::debug!(evicted, "more directories are in use than can be watched: clients revalidate everything");
         state.is_behind = true;
-        self.bell.ring();
+        self.wake_fd.wake();
     }
 
     fn unwatch(&self, state: &mut State, dir: &Inode) {
@@ -309,12 +314,14 @@ impl Directories {
     pub(crate) fn name(&self, dir: &Inode, name: &[u8], inode: &Inode) -> bool {
         let state = &mut *lock(&self.state);
         let was_named = state.names.names(inode.ino).next().is_some();
+        let loses_names = state.names.is_full(inode.ino);
         if !state.names.insert(hash(dir.ino, name), inode.ino) {
             return false;
         }
+        state.is_behind |= loses_names;
         if was_named {
             state.renamed.insert(inode.ino);
-            self.bell.ring();
+            self.wake_fd.wake();
         }
         if !inode.has_references() {
             state.names.forget(inode.ino);
@@ -325,7 +332,7 @@ impl Directories {
     /// Records that clients know inodes of a former server: what they know was not watched.
     pub(crate) fn adopt(&self) {
         lock(&self.state).is_behind = true;
-        self.bell.ring();
+        self.wake_fd.wake();
     }
 
     /// Removes an inode that no client references.

@@ -129,6 +129,21 @@ fn changes_by_others_are_published() {
     }
 }
 
+/// Package stores and backups have files with hundreds of links.
+#[test]
+fn files_with_many_names_do_not_become_stale() {
+    let (share, heard) = watched_directories(None);
+    sh(&share, "echo 1 >file; for i in $(seq 300); do ln file link$i; done");
+    let file = share.ino("file");
+    (1..=100).for_each(|number| assert_eq!(share.ino(&format!("link{number}")), file));
+    sh(&share, "echo 2 >>link3");
+    heard.wait_for(&data(file));
+    heard.clear();
+    // More than are kept: clients look up again those that they use.
+    (101..=300).for_each(|number| assert_eq!(share.ino(&format!("link{number}")), file));
+    heard.wait_for(&Change::All);
+}
+
 /// The kernel keeps the order of events, so that those of ours would have come before the mark.
 #[test]
 fn own_changes_are_skipped() {
