@@ -49,7 +49,7 @@ pub enum MetricsAddressError {
     Unknown(String),
     /// Other machines could connect.
     #[error(
-        "{0} can be reached from other machines, and metrics are given to whoever connects: choose 127.0.0.1:PORT, [::1]:PORT or \
+        "{0} can be reached from other machines, and metrics are served to every client that connects: choose 127.0.0.1:PORT, [::1]:PORT or \
          unix:PATH, and put a proxy that checks its clients before it"
     )]
     Remote(SocketAddr),

@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread of the lane.
+/// A thread of the pool.
 struct Worker {
     id: ThreadId,
     /// When its current call began.
@@ -84,7 +84,7 @@ impl Shared {
             return;
         }
         let shared = Arc::clone(self);
-        match std::thread::Builder::new().name("ferry-lane".into()).spawn(move || work(&shared)) {
+        match std::thread::Builder::new().name("ferry-blocking".into()).spawn(move || work(&shared)) {
             Ok(thread) => state.threads.push(Worker { id: thread.thread().id(), busy: None }),
             Err(error) => tracing::debug!("cannot start a thread for slow calls: {error}"),
         }
@@ -97,7 +97,7 @@ pub struct BlockingPool(Arc<Shared>);
 
 impl std::fmt::Debug for BlockingPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lane").field("threads", &lock(&self.0.state).threads.len()).finish()
+        f.debug_struct("BlockingPool").field("threads", &lock(&self.0.state).threads.len()).finish()
     }
 }
 

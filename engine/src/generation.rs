@@ -9,7 +9,7 @@ const HELD: u64 = 1;
 const MOVES: u64 = 1 << 1;
 const BUSY: u64 = HELD | MOVES;
 /// One generation, above these bits.
-const TERM: u64 = 1 << 2;
+const GENERATION_ONE: u64 = 1 << 2;
 
 /// The generation of a place that serves one request after another: an entry of a ring, or a reader thread. The thread
 /// that ends a generation sends the reply. Afterwards every access of that generation fails, so a handler that returns
@@ -20,7 +20,7 @@ const TERM: u64 = 1 << 2;
 #[derive(Debug, Default)]
 pub struct GenerationCell(AtomicU64);
 
-/// One request of a lease.
+/// One generation: the time of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(u64);
 
@@ -92,7 +92,7 @@ impl GenerationCell {
     ///
     /// [`NotEnded::Over`], or [`NotEnded::Held`] if no transfer is in flight.
     pub fn revoke(&self, generation: Generation) -> Result<(), NotEnded> {
-        let next = generation.0.wrapping_add(TERM);
+        let next = generation.0.wrapping_add(GENERATION_ONE);
         match self.0.compare_exchange(generation.0 | MOVES, next, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(()),
             Err(now) if now & !BUSY != generation.0 => Err(NotEnded::Over),
@@ -117,7 +117,7 @@ impl GenerationCell {
     /// # Errors
     /// [`NotEnded`].
     pub fn try_end(&self, generation: Generation) -> Result<(), NotEnded> {
-        let next = generation.0.wrapping_add(TERM);
+        let next = generation.0.wrapping_add(GENERATION_ONE);
         match self.0.compare_exchange(generation.0, next, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(()),
             Err(now) if now & !BUSY != generation.0 => Err(NotEnded::Over),
@@ -154,7 +154,7 @@ mod tests {
         assert!(generation_cell.end(generation));
         assert!(!generation_cell.end(generation));
         assert_eq!(generation_cell.try_end(generation), Err(NotEnded::Over));
-        assert!(generation_cell.hold(generation).is_none(), "memory of an ended term is out of reach");
+        assert!(generation_cell.hold(generation).is_none(), "memory of an ended generation is out of reach");
         let next = generation_cell.current();
         assert_ne!(next, generation);
         assert!(generation_cell.hold(next).is_some());

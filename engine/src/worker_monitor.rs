@@ -108,7 +108,7 @@ pub struct MonitorHandle(Arc<Shared>);
 
 impl std::fmt::Debug for MonitorHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Bell")
+        f.write_str("MonitorHandle")
     }
 }
 

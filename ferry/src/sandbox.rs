@@ -231,9 +231,7 @@ fn unfit(shares: &[Share]) -> Option<String> {
     })
 }
 
-/// Whether the process that serves these shares is to be confined.
-///
-/// It cannot be, and a flag requests it.
+/// Returns whether the process that serves these shares can be confined. Fails if it cannot and a flag requests it.
 pub fn fits(sandbox_flags: &SandboxFlags, shares: &[Share]) -> Result<bool> {
     let Some(why) = unfit(shares) else { return Ok(true) };
     if let Some(flag) = sandbox_flags.first_explicit() {

@@ -86,7 +86,7 @@ pub fn inherit<'a>(shares: &[Share], disks: impl Iterator<Item = DiskSocket<'a>>
     }
     let count = count.parse::<u16>().ok().filter(|count| *count <= SOCKETS_MAX);
     let count = count
-        .with_context(|| format!("LISTEN_FDS={}: this is no number up to {SOCKETS_MAX}", variable("LISTEN_FDS")))?;
+        .with_context(|| format!("LISTEN_FDS={}: this is not a number up to {SOCKETS_MAX}", variable("LISTEN_FDS")))?;
     let by_number: Vec<u16> =
         shares.iter().filter_map(|share| share.fd).chain(disks.clone().filter_map(|(_, fd)| fd)).collect();
     let wanted = Wanted::of(shares, disks);
@@ -198,7 +198,7 @@ impl Passed {
         let is_listening = rustix::net::sockopt::socket_acceptconn(&fd) == Ok(true);
         ensure!(
             is_listening,
-            "descriptor {number} of the service manager is no listening socket: use ListenStream= and Accept=no in the socket unit"
+            "descriptor {number} of the service manager is not a listening socket: use ListenStream= and Accept=no in the socket unit"
         );
         let family = rustix::net::sockopt::socket_domain(&fd).context("cannot use a passed socket")?;
         if family == AddressFamily::UNIX {

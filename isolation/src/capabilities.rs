@@ -31,7 +31,7 @@ impl Capabilities {
     /// The capabilities for creating mounts and changing the root directory.
     pub const MOUNTS: Self = Self(CapabilitySet::SYS_ADMIN.union(CapabilitySet::SYS_CHROOT));
 
-    /// Returns those of a server of directories; with file handles, including the one to open them.
+    /// Returns the capabilities of a directory server. `file_handles` adds the one to open files by handle.
     #[must_use]
     pub const fn of_server(file_handles: bool) -> Self {
         Self(if file_handles { OF_SERVER.union(CapabilitySet::DAC_READ_SEARCH) } else { OF_SERVER })

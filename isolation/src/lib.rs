@@ -59,7 +59,9 @@ pub enum Error {
     #[error("this process has {0} threads already")]
     Threads(usize),
     /// An invalid list of capabilities.
-    #[error("{0:?} is no list of capabilities: write +NAME to keep one and -NAME to drop one, as in +sys_admin:-mknod")]
+    #[error(
+        "{0:?} is not a list of capabilities: write +NAME to keep one and -NAME to drop one, as in +sys_admin:-mknod"
+    )]
     CapabilityList(String),
     /// The kernel refused to change capabilities.
     #[error("capabilities cannot be dropped: {0}")]

@@ -68,7 +68,7 @@ impl Frames {
     ///
     /// What is wrong with them.
     pub(crate) fn parse(bytes: &str, lengths: &str, blob_bytes: u64) -> Result<Self, &'static str> {
-        let bytes: u64 = bytes.parse().map_err(|_| "the length of a part is no number")?;
+        let bytes: u64 = bytes.parse().map_err(|_| "the length of a part is not a number")?;
         let lengths = STANDARD.decode(lengths).map_err(|_| "the lengths of a part's frames are no base64")?;
         if (lengths.len() / LENGTH_BYTES) as u64 != bytes.div_ceil(FRAME_BYTES)
             || !lengths.len().is_multiple_of(LENGTH_BYTES)

@@ -113,7 +113,7 @@ pub fn pull_trace(remote: &Remote, container: &Reference, image: &Path) -> Resul
         return Err(invalid("it is of another image".into()));
     }
     let layer = manifest.layers.first().and_then(|layer| Some(Blob { sha256: layer.sha256()?, bytes: layer.size }));
-    let text = remote.read_all(layer.ok_or_else(|| invalid("it is none".into()))?, LIST_BYTES_MAX)?;
+    let text = remote.read_all(layer.ok_or_else(|| invalid("it is not a trace list".into()))?, LIST_BYTES_MAX)?;
     write_beside(image, &text)?;
     Ok(true)
 }

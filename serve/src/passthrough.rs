@@ -8,8 +8,8 @@
 //! An open that must not write to the backing file on its own, though the inode passes through, has its reads and
 //! writes come to the server (`FOPEN_DIRECT_IO` beside `FOPEN_PASSTHROUGH`); only its mappings are the backing file's:
 //! * with `O_APPEND`: the kernel opens the backing file with it, and `fcntl` takes it from the client's file alone;
-//! * of a file with suid or sgid, for writing: who may keep these bits is known per request, and not to the backing file;
-//! * for writing, where others are to be told of what is written ([`Backings::takes_writers`]).
+//! * of a file with suid or sgid, for writing: each request says whether to clear these bits, and the backing file does not know it;
+//! * for writing, if other clients must be told of writes ([`Backings::takes_writers`]).
 //!
 //! What is stored through a mapping of the backing file changes its times, and no request tells the client's kernel of that. So
 //! it keeps no attributes of a file that it may have mapped to write (one opened for reading and writing), and only for
@@ -41,11 +41,11 @@ pub trait Backings: Send + Sync {
     /// Ends a registration; files that are open through it stay so.
     fn unregister(&self, id: i32);
 
-    /// Whether what is written passes through, or only what is read: others can be told of writes that the server makes at
-    /// once, of the kernel's own only when the file is closed.
+    /// Whether writes pass through as well as reads. Other clients are told at once of writes by the server, but of the
+    /// kernel's own writes only when the file is closed.
     ///
     /// The first open of an inode decides for all that overlap with it. A file that is being read when somebody opens it for
-    /// writing must stay passed through; that open then reads and writes by the server, but for shared mappings.
+    /// writing must stay passed through. Reads and writes of that open then go to the server, shared mappings to the file.
     fn takes_writers(&self) -> bool {
         true
     }
@@ -104,8 +104,8 @@ impl Passthrough {
         lock(&self.shards[index])
     }
 
-    /// An inode is opened once more, with these flags: returns how it is passed through, if it is. `file` is asked for if this
-    /// is the first open and may pass; `is_set_id` if it is one for writing.
+    /// Adds an open of an inode; returns how it passes through, if it does. Calls `file` for a first open that may pass
+    /// through, and `is_set_id` for an open for writing.
     pub(crate) fn opened(
         &self,
         (ino, flags): (Ino, OFlags),
@@ -150,7 +150,7 @@ impl Passthrough {
         }
         if !self.has_logged.swap(true, Ordering::Relaxed) {
             ratelimited_log
-                .warn(format_args!("the kernel takes no backing file ({error}): served without passthrough"));
+                .warn(format_args!("the kernel refuses backing files ({error}): served without passthrough"));
         }
         None
     }

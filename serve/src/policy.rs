@@ -21,7 +21,7 @@ pub enum Cache {
     Auto,
     /// Names and attributes as for [`Self::Always`], data not at all.
     Metadata,
-    /// Everything, until the client drops it or is told of a change: for a source whose other changes it is told of.
+    /// Everything, until the client drops it or is told of a change. Only for sources that report the changes of others.
     Always,
 }
 

@@ -1,16 +1,16 @@
 //! Decides per client whether READDIRPLUS pays.
 //!
 //! A listing can bring its inodes along (READDIRPLUS), which costs the server some system calls for each name, and the
-//! client an inode that it has to forget again. For who looks at every file that is cheaper than a LOOKUP for each; for
-//! who only wants names it is waste. Nobody says beforehand which it is, so it is tried: one file of a listing is left
-//! without its inode, and whoever looks at files soon asks for it.
+//! client an inode that it has to forget again. That is cheaper than a LOOKUP per file if
+//! the client looks at every file, and wasted if it needs only names. The server cannot know in advance, so it tests:
+//! one file of a listing comes without its inode, and a client that looks at files soon sends a LOOKUP for it.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use ferry_vfs::{FileType, Ino};
 
-/// So many left-out files are remembered. Whoever walks a tree comes to the first file of a directory soon after it has
-/// listed it, but may list a few of its directories before.
+/// The number of left-out files that are remembered. A tree walk reaches the first file of a directory soon after
+/// listing it, but may list a few subdirectories before.
 const TRIALS: usize = 4;
 /// So many directories whose files were left out altogether.
 const PLAIN_DIRS: usize = 32;
@@ -28,7 +28,7 @@ pub(crate) enum ListingMode {
     All,
     /// All but that of the first file.
     AllButOne,
-    /// Those of directories: whoever walks a tree needs them, whatever it wants of files.
+    /// Those of directories: a tree walk needs them in any case.
     Dirs,
 }
 

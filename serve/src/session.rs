@@ -36,9 +36,9 @@ const SHARDS: usize = 64;
 #[derive(Default)]
 struct InodeState {
     references: u64,
-    /// Where that is written down.
+    /// Its record in the session store.
     slot: Option<Slot>,
-    /// What the client goes by, as far as it knows it from us.
+    /// The length that the client was last told.
     length: Option<ReportedSize>,
     kind: Option<FileType>,
 }
@@ -48,14 +48,14 @@ struct OpenState {
     count: u64,
     /// All that it was opened with.
     flags: OFlags,
-    /// Where that is written down.
+    /// Its record in the session store.
     open_record: OpenRecord,
 }
 
 #[derive(Default)]
 struct Shard {
     references: HashMap<Ino, InodeState>,
-    /// Of these, what the client uses its window for, where that was left to us: it decides when it gets to know a file.
+    /// Inodes that the client maps through its DAX window, where the server chooses: the client decides once per inode.
     in_window: HashSet<Ino>,
     opens: HashMap<Open, OpenState>,
     /// How many of these there are of an inode.
@@ -133,7 +133,7 @@ pub struct Session {
 
 impl std::fmt::Debug for Session {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Mount").field("id", &self.id).field("negotiated", &self.negotiated).finish_non_exhaustive()
+        f.debug_struct("Session").field("id", &self.id).field("negotiated", &self.negotiated).finish_non_exhaustive()
     }
 }
 

@@ -24,8 +24,8 @@ pub enum Event {
         name: NameBuf,
         /// It refers to a directory.
         is_dir: bool,
-        /// The inode to which it refers, if the source knows that: what happens to it before a client has looked is told
-        /// by this name.
+        /// The inode, if the source knows it. Until a client has looked it up, its events are reported under this
+        /// name.
         ino: Option<Ino>,
     },
     /// A name was removed.

@@ -49,7 +49,7 @@ struct Queue {
     error: Option<Arc<OwnedFd>>,
     enabled: bool,
     running: bool,
-    /// It ran until its own memory was taken away, and goes on when that is back.
+    /// It stopped because its ring's memory was unmapped, and resumes when that is mapped again.
     adrift: bool,
     /// It ran here, so its worker is there.
     was_started: bool,
@@ -85,7 +85,7 @@ pub(crate) struct Connection<D: Device> {
 pub(crate) enum Inherited {
     /// It is a new one.
     No,
-    /// What the front end had told the server before is told again; this is `later` memory: of a guest that ran.
+    /// Recorded messages are being replayed. `later`: memory from now on belongs to a guest that has run.
     Now { later: bool },
     /// That is over.
     Done,

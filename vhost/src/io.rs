@@ -86,7 +86,7 @@ impl Io<'_> {
     /// Has a transfer made between a file and the chain: a read goes to the driver's buffers, a write takes what the driver
     /// sent. Returns what [`crate::QueueHandler::serve`] is to return.
     pub fn transfer(&mut self, request: TransferRequest) -> Answer {
-        // Nobody but the kernel may copy from or to fragile memory.
+        // Only the kernel may copy from or to memory that may fault.
         let file = match self.chain.may_fault && request.file.memory().is_some() {
             true => Arc::new(request.file.without_memory()),
             false => request.file,

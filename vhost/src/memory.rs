@@ -154,7 +154,7 @@ impl Memory {
         })
     }
 
-    /// Adds the pieces of `[address, address + bytes)` (guest-physical) to `out`. Returns whether any of it is fragile
+    /// Adds the pieces of `[address, address + bytes)` (guest-physical) to `out`. Returns whether any of it may fault
     /// (see [`Chain::may_fault`](crate::Chain)); `None`: it is not all memory.
     pub(crate) fn translate(&self, mut address: u64, mut bytes: u64, out: &mut Vec<Segment>) -> Option<bool> {
         let mut may_fault = false;

@@ -226,7 +226,7 @@ impl<H: QueueHandler> Worker<H> {
             self.finish_transfers(context);
             self.publish();
             let is_done = self.slots.moving() == 0 && !self.quit && !self.port.0.is_filled();
-            // Who gathers takes turns with the driver already.
+            // A batching worker already takes turns with the driver.
             if is_done
                 && !self.habits.gathers
                 && let Some(rest) = self.coalescer.delay_after(took)

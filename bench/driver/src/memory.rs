@@ -63,7 +63,7 @@ impl Region {
         self.len
     }
 
-    /// Never: a region has at least a page.
+    /// Whether the region is empty, which it never is: it has at least a page.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -219,7 +219,7 @@ impl Memory {
     /// allocated: tests of what happens at the edges use them (see [`Memory::window`]).
     ///
     /// # Errors
-    /// What the kernel says to the memory file or the mapping.
+    /// Those of memfd_create(2), ftruncate(2) and mmap(2).
     pub fn new(bytes: usize, regions: usize) -> io::Result<Arc<Self>> {
         let each = (bytes / regions.max(1)).next_multiple_of(PAGE_BYTES).max(4 * PAGE_BYTES);
         let mut memory = Self { regions: Vec::new(), free: Mutex::default() };

@@ -51,7 +51,7 @@ pub struct Counters {
     pub calls: u64,
 }
 
-/// A chain to push, the descriptors that it takes (the first is its name), and the table that it is in.
+/// A chain to push, the descriptors that it uses (the first is its head), and its indirect table.
 pub(crate) type Placed = (Vec<Descriptor>, Vec<u16>, Option<Buffer>);
 
 #[derive(Debug)]
@@ -110,7 +110,7 @@ impl Queue {
         })
     }
 
-    /// Goes on with another connection. What is in flight stays in flight.
+    /// Switches to another connection. Requests in flight stay in flight.
     pub(crate) fn reattach(&mut self, socket: UnixStream) -> Result<()> {
         // It may be closed already, and then it is not watched any more.
         let _ = self.epoll.ctl(ControlOperation::Delete, self.socket.as_raw_fd(), EpollEvent::default());
@@ -145,7 +145,7 @@ impl Queue {
         }
     }
 
-    /// The bare ring, to put nonsense into it. It must be a split one.
+    /// The ring itself, for tests that corrupt it. It must be split.
     ///
     /// # Panics
     /// If it is a packed one.
@@ -232,8 +232,8 @@ impl Queue {
         Ok(ticket)
     }
 
-    /// Puts a chain where it can be pushed from: into a table of its own where indirect descriptors are on, and into the
-    /// table of a split ring. Answers what to push, the descriptors taken for it, and the table.
+    /// Writes a chain to an indirect table if those are enabled, and to the descriptor table of a split ring. Returns the
+    /// chain to push, its descriptors, and the indirect table.
     pub(crate) fn place(&mut self, mut chain: Vec<Descriptor>) -> Result<Placed> {
         let mut table = None;
         if self.indirect {
@@ -259,7 +259,7 @@ impl Queue {
         Ok((chain, heads, table))
     }
 
-    /// Takes `count` descriptors of the ring's table. Whoever takes them by hand keeps them.
+    /// Takes `count` descriptors of the ring's table. They are not returned to the free list.
     ///
     /// # Errors
     /// [`Error::RingFull`].
@@ -270,7 +270,7 @@ impl Queue {
         Ok(taken)
     }
 
-    /// Shows the server what was pushed and kicks if it wants that.
+    /// Publishes pushed chains to the server, and kicks if it asked for that.
     pub fn publish(&mut self) {
         if self.ring.publish() {
             self.kick();
@@ -391,7 +391,7 @@ impl Queue {
     }
 }
 
-/// Has the end of a connection end a sleep.
+/// Makes a hang-up of the socket end the wait.
 fn watch(epoll: &Epoll, socket: &UnixStream) -> Result<()> {
     let hang_up = EpollEvent::new(EventSet::READ_HANG_UP, HANG_UP);
     Ok(epoll.ctl(ControlOperation::Add, socket.as_raw_fd(), hang_up)?)

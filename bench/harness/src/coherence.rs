@@ -28,7 +28,7 @@ const TABLE: &str = "coherence";
 const UNIT: &str = "ms";
 /// How long tar may take.
 const TAR_TIMEOUT: Duration = Duration::from_secs(300);
-/// What the lines of ours are about.
+/// The configuration that Ferry's lines name.
 const CONFIG: &str = "always-events";
 /// The pause before a command is run again.
 const AGAIN_AFTER: Duration = Duration::from_secs(2);
@@ -78,7 +78,7 @@ impl Row {
         }
     }
 
-    /// What is run twice, the second time to be measured, where nothing changes; and how many files it is about.
+    /// The command of a row in which nothing changes, and the number of its files. It runs twice; the second run is measured.
     fn warm(self, size: Size) -> Option<(&'static str, usize)> {
         let files = size.dirs * Size::FILES;
         match self {
@@ -105,14 +105,14 @@ impl Row {
     fn measure(self, bench: &Bench, guest: &mut Guest, number: usize) -> Result<f64> {
         if let Some((line, _)) = self.warm(bench.size) {
             guest.run(line)?;
-            // Time limits of a second have passed, as they have for people who look again.
+            // By now cache time limits of one second have expired.
             std::thread::sleep(AGAIN_AFTER);
             return Ok(guest.run(line)?.as_secs_f64() * 1e3);
         }
         let file = bench.place.share.join(FILE);
-        // A time limit of a second begins when the guest has looked.
+        // Fills the guest's cache, which starts its time limit of one second.
         match self {
-            // A read would have attributes asked for again, for the time of access.
+            // Not a read: that changes atime, so the attributes would be requested again.
             Self::Stat => _ = guest.run(&format!("[[ -s {FILE} ]]; :"))?,
             Self::Read => _ = guest.run(&format!("cat {FILE}"))?,
             _ => {}
@@ -147,7 +147,7 @@ struct Bench {
     runs: (usize, usize),
 }
 
-/// The value below which so many hundredths of the samples are.
+/// Returns a percentile of the samples.
 fn percentile(samples: &[f64], percent: usize) -> Option<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -207,7 +207,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     Ok(crate::cli::verdict(&lines))
 }
 
-/// Measures the unpacking, each time beside one server and its guest only: all that watch would be told.
+/// Measures the unpacking with one server and guest at a time, because all that watch would get events.
 fn unpack(cache: &Cache, bench: &Bench) -> Line {
     let mut line = Line::new(TABLE, Row::Unpack.name().into(), CONFIG, UNIT, Better::Lower);
     let mut samples = BTreeMap::<String, Vec<f64>>::new();
@@ -252,7 +252,7 @@ fn line(row: Row, bench: &Bench, guests: &mut Guests) -> Line {
     let warm = row.warm(bench.size);
     let systems: Vec<System> = row.systems().collect();
     let mut failed = Vec::new();
-    // In turn, one at a time: the others would take its CPU.
+    // One guest at a time: others would compete for its CPU.
     for number in 0..if warm.is_some() { bench.runs.1 } else { bench.runs.0 } {
         for (system, guest) in guests.iter_mut().filter(|(system, _)| systems.contains(system)) {
             if failed.contains(system) {

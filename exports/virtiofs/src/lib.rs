@@ -138,7 +138,7 @@ const POLL_DEFAULT: Duration = Duration::from_micros(100);
 /// Twice as many as programs of a guest commonly have under way on a file system that has stopped to answer.
 pub const SPARE_THREADS_DEFAULT: usize = 128;
 
-/// More queues than any guest has CPUs.
+/// The maximum number of request queues. A guest with more CPUs shares them.
 const QUEUES_MAX: usize = 64;
 
 /// The fewest queues that are offered by default: as many as VMMs are usually told to ask for, however few CPUs this machine has. Those

@@ -23,7 +23,7 @@ const FILE_MODE: RawMode = 0o600;
 
 /// Runs `work` on a thread whose root directory contains only these files, at their absolute paths.
 ///
-/// The kernel or the user cannot create such a thread.
+/// Fails if the kernel does not support this, or the user may not do it.
 pub fn with_files<T: Send>(files: &[(&Path, &File)], work: impl FnOnce() -> T + Send) -> Result<T> {
     let copy = |(path, file): &(&Path, &File)| {
         let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;

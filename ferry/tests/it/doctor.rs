@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::common::schema::Schema;
 use crate::common::{ferry, needs_fuse, run};
 
-/// A user that nobody is.
+/// An unused user id.
 const STRANGER: u32 = 64_321;
 
 /// The JSON of a run, checked against its schema, and its exit status.
@@ -52,7 +52,7 @@ fn check<'a>(report: &'a Value, name: &str) -> &'a Value {
 }
 
 #[test]
-fn every_lack_has_a_consequence_and_a_remedy_of_one_line() {
+fn every_failed_check_has_a_consequence_and_a_one_line_remedy() {
     for exports in ["virtiofs", "mount", "disk", "9p", "image", "containers", "virtiofs,mount,disk,9p,image,containers"]
     {
         let (report, _) = report(&mut doctor(&["--for", exports]));
@@ -122,7 +122,7 @@ fn a_machine_without_the_device_lacks_mounts_and_serves_guests() {
         assert_eq!(check["state"], "missing", "{check}");
         assert!(check["remedy"].as_str().unwrap().contains("/dev/fuse"), "{check}");
     }
-    // Without mounts by the kernel's EROFS only.
+    // Without FUSE, images are mounted by the kernel's EROFS only.
     let (image, _) = report(&mut after(&script, &["--for", "image"]));
     assert_eq!(check(&image, "fuse device")["state"], "degraded");
     let (ninep, status) = report(&mut after(&script, &["--for", "9p"]));
@@ -170,7 +170,7 @@ fn low_limits_are_reported() {
     let descriptors = check(&low, "descriptors");
     assert_eq!(descriptors["state"], "degraded");
     assert!(descriptors["consequence"].as_str().unwrap().contains("256"), "{descriptors}");
-    // So few that checks fail: they say so, and none ends the program.
+    // With so few, checks fail: each reports that, and none ends the program.
     let (none, _) = report(&mut by("prlimit", &["--nofile=4:4", "--"], &[]));
     assert!(check(&none, "io_uring")["found"].as_str().is_some_and(|found| !found.is_empty()), "{none}");
 }

@@ -274,7 +274,7 @@ fn passed_sockets_that_are_of_no_use_are_refused() {
     let mut command = share();
     pass(&mut command, &[&datagram]);
     let said = refused(1, &mut command);
-    assert!(said.contains("descriptor 3 of the service manager is no listening socket"), "{said}");
+    assert!(said.contains("descriptor 3 of the service manager is not a listening socket"), "{said}");
     let mut command = ferry();
     command.arg("share").arg(folder.path()).arg("--virtiofs").arg(path("other")).args(["--socket-group", "0"]);
     pass(&mut command, &[&listener]);

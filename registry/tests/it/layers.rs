@@ -611,8 +611,8 @@ fn lists_that_are_wrong_are_not_taken() {
     for (found, expected) in [
         (json!({"layers": [blob(3)], "subject": other}), "it is of another image"),
         (json!({"layers": [blob(3)]}), "it is of another image"),
-        (json!({"layers": [], "subject": own}), "it is none"),
-        (json!({"layers": [{"digest": "sha256:1"}], "subject": own}), "it is none"),
+        (json!({"layers": [], "subject": own}), "it is not a trace list"),
+        (json!({"layers": [{"digest": "sha256:1"}], "subject": own}), "it is not a trace list"),
         (json!({"layers": [blob(5 << 30)], "subject": own}), "which may have 4194304"),
         (json!({"layers": [blob(2)], "subject": own}), "came damaged"),
         (json!({"layers": "x", "subject": own}), "invalid type"),

@@ -19,7 +19,7 @@ struct State {
 #[derive(Default)]
 struct Inner {
     state: Mutex<State>,
-    bell: Condvar,
+    changed: Condvar,
 }
 
 /// Answers readers of queues that have waited for as long as they may.
@@ -51,14 +51,14 @@ impl Timer {
         }
         state.is_changed = true;
         drop(state);
-        self.0.bell.notify_one();
+        self.0.changed.notify_one();
     }
 }
 
 impl Drop for Timer {
     fn drop(&mut self) {
         lock(&self.0.state).is_over = true;
-        self.0.bell.notify_one();
+        self.0.changed.notify_one();
     }
 }
 
@@ -79,9 +79,9 @@ impl Inner {
             state = match next {
                 Some(next) => {
                     let rest = next.saturating_duration_since(Instant::now());
-                    self.bell.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0
+                    self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0
                 }
-                None => self.bell.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             };
         }
     }

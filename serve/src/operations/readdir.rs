@@ -129,7 +129,7 @@ impl Server {
         }
         surplus.into_iter().for_each(|ino| self.share.source.forget(ino, 1));
         if flawed && outcome.is_ok() {
-            self.share.ratelimited_log.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
+            self.share.ratelimited_log.warn(format_args!("the source lists an invalid name, in {:?}", at.ino));
             outcome = Err(Errno::IO);
         }
         referenced.iter().for_each(|ino| cx.session.sync_window_before_attr(*ino));

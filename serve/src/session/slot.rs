@@ -26,7 +26,7 @@ pub struct SessionSlot {
 
 impl std::fmt::Debug for SessionSlot {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Session").field("mount", &self.session).finish_non_exhaustive()
+        f.debug_struct("SessionSlot").field("session", &self.session).finish_non_exhaustive()
     }
 }
 

@@ -30,7 +30,7 @@ pub(crate) struct Link {
     changed: Condvar,
     is_over: AtomicBool,
     /// Signals the keeper that the connection is lost, or the client ends.
-    bell: (Mutex<bool>, Condvar),
+    keeper_wake: (Mutex<bool>, Condvar),
 }
 
 impl Link {
@@ -45,7 +45,7 @@ impl Link {
             session: Mutex::new(Arc::new(session)),
             changed: Condvar::new(),
             is_over: AtomicBool::new(false),
-            bell: Default::default(),
+            keeper_wake: Default::default(),
         })
     }
 
@@ -149,25 +149,25 @@ impl Link {
     }
 
     pub(crate) fn wake_keeper(&self) {
-        *lock(&self.bell.0) = true;
-        self.bell.1.notify_all();
+        *lock(&self.keeper_wake.0) = true;
+        self.keeper_wake.1.notify_all();
     }
 
     /// Lets the keeper sleep until a signal.
     pub(crate) fn sleep(&self, at_most: Duration) {
-        let rung = lock(&self.bell.0);
-        let (mut rung, _) = self
-            .bell
+        let is_woken = lock(&self.keeper_wake.0);
+        let (mut is_woken, _) = self
+            .keeper_wake
             .1
-            .wait_timeout_while(rung, at_most, |rung| !*rung && !self.is_over())
+            .wait_timeout_while(is_woken, at_most, |is_woken| !*is_woken && !self.is_over())
             .unwrap_or_else(PoisonError::into_inner);
-        *rung = false;
+        *is_woken = false;
     }
 
     /// Lets the keeper sleep, regardless of signals.
     fn rest(&self, time: Duration) {
-        let rung = lock(&self.bell.0);
-        drop(self.bell.1.wait_timeout_while(rung, time, |_| !self.is_over()));
+        let is_woken = lock(&self.keeper_wake.0);
+        drop(self.keeper_wake.1.wait_timeout_while(is_woken, time, |_| !self.is_over()));
     }
 
     pub(crate) fn is_over(&self) -> bool {

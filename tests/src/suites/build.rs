@@ -37,8 +37,8 @@ clean:
 -include $(objects:.o=.d) main.d
 ";
 
-/// What a build is put through, in the tree: built, found to be up to date, built again after a header has changed,
-/// and removed. What make built each time is kept in `../built.N`, what came out of it in `../sums.N`.
+/// The steps of a build test: build, check that it is up to date, rebuild after a header has changed,
+/// and clean. What make built each time is kept in `../built.N`, what came out of it in `../sums.N`.
 pub const BUILD: &str = r#"
 unset MAKEFLAGS MFLAGS MAKELEVEL
 sums() { find . -type f | LC_ALL=C sort | xargs sha256sum; }

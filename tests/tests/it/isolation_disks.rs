@@ -72,7 +72,7 @@ fn qemu_io(served: &Served, socket: &str, commands: &[&str]) -> String {
 fn workers_are_held_to_less(served: &Served) {
     let (names, filters) = (served.inside.status("Name"), served.inside.status("Seccomp_filters"));
     let count = |name: &str| names.iter().position(|found| found == name).map(|at| filters[at].as_str());
-    for (name, expected) in [("blk-0", "3"), ("ferry-lane", "3"), ("ferry-blk", "2"), ("blk-size", "2")] {
+    for (name, expected) in [("blk-0", "3"), ("ferry-blocking", "3"), ("ferry-blk", "2"), ("blk-size", "2")] {
         assert_eq!(count(name), Some(expected), "{name}: {names:?} {filters:?}");
     }
 }

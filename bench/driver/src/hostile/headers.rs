@@ -99,7 +99,7 @@ fn nodes() -> Vec<Case> {
             }));
         }
     }
-    // Nobody answers a FORGET; an inode that does not exist, or too many references, must change nothing.
+    // FORGET has no reply. An unknown inode, or too many references, must change nothing.
     for node in UNKNOWN {
         cases.push(Case::new(format!("node/forget/{node:#x}"), Expect::ErrorOrDrop, move |subject| {
             let bytes = subject.bytes(Opcode::Forget.as_raw(), node, ForgetIn { nlookup: 1 }.as_bytes());
@@ -155,7 +155,7 @@ fn handles() -> Vec<Case> {
     cases
 }
 
-/// Sizes and offsets at their limits, and sizes that the message or the reply area does not have.
+/// Sizes and offsets at their limits, and sizes beyond the message or the reply area.
 fn sizes() -> Vec<Case> {
     let mut cases = Vec::new();
     let mut add = |name: &str, expect, opcode: Opcode, room: usize, make: fn(&Subject) -> Vec<u8>| {
@@ -244,7 +244,7 @@ fn write(subject: &Subject, offset: u64, size: u32, data: &[u8]) -> Vec<u8> {
     [WriteIn { fh: subject.fh, offset, size, ..WriteIn::ZERO }.as_bytes(), data].concat()
 }
 
-/// INIT where it does not belong, or with a version that nobody speaks.
+/// INIT at the wrong time, or with an unknown version.
 fn sessions() -> Vec<Case> {
     let mut cases = Vec::new();
     for (major, minor) in [(0, 0), (6, 99), (7, 0), (8, 0), (u32::MAX, u32::MAX)] {

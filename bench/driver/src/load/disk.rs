@@ -11,7 +11,7 @@ use crate::{Driver, Error, Result};
 const T_IN: u32 = 0;
 const T_OUT: u32 = 1;
 
-/// Where a status says that all is well.
+/// The status of success.
 const STATUS_OK: u8 = 0;
 /// How much is read or written at a time when the disk is filled or checked.
 const CHUNK_BYTES: u64 = 128 << 10;
@@ -37,7 +37,7 @@ pub(super) fn prepare(driver: &mut Driver, load: &Load) -> Result<u64> {
     if !load.verify {
         return Ok(size);
     }
-    // One more than are in flight, so that there is always a block to go on with.
+    // More blocks than requests in flight, so that one is always free.
     if Ledger::blocks(size, block, load.queues) <= load.depth as u64 {
         return Err(Error::Unfit(format!("{size} bytes for more than {} blocks on each queue", load.depth)));
     }
@@ -73,7 +73,7 @@ pub(super) fn check<'a>(driver: &mut Driver, ledgers: impl Iterator<Item = &'a L
             ledger.check(&found, range.start).map_err(|(offset, flaw)| {
                 let holds = match flaw {
                     Flaw::Older => "the write before the last: one is lost, or was carried out twice",
-                    Flaw::Other => "what no write left there",
+                    Flaw::Other => "data that was never written there",
                 };
                 Error::BadReply(format!("the block at offset {offset} holds {holds}"))
             })

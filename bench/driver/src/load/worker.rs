@@ -43,7 +43,7 @@ pub(super) struct Tally {
     pub(super) first_error: Option<String>,
     pub(super) counters: Counters,
     pub(super) elapsed: Duration,
-    /// How often another server went on.
+    /// How often the worker reconnected to a new server.
     pub(super) reattached: u32,
     /// Time spent on requests: neither polling idle queues nor kicking.
     pub(super) busy_ns: u64,
@@ -80,14 +80,14 @@ impl Tally {
     }
 }
 
-/// What is asked over a queue. It outlives the connection.
+/// The requests of one queue. They outlive the connection.
 #[derive(Debug)]
 pub(super) struct QueueLoad {
     slots: Vec<Slot>,
     /// Ring descriptor to slot.
     by_head: Vec<u16>,
     cursor: Cursor,
-    /// Of a disk that is checked.
+    /// The expected contents of a disk, if they are verified.
     ledger: Option<Ledger>,
     /// Requests not yet sent.
     left: u64,
@@ -147,7 +147,7 @@ impl QueueLoad {
         self.in_flight += 1;
     }
 
-    /// Takes everything that is done and sends as much again. True when a kick is due.
+    /// Takes all completions and sends as many requests. Returns whether to kick.
     #[inline]
     fn turn(
         &mut self,
@@ -194,7 +194,7 @@ impl QueueLoad {
     }
 }
 
-/// Compares what a READ brought.
+/// Checks the data of a read; returns a description of the mismatch.
 fn mismatch(slot: &Slot, orders: &WorkerTask, ledger: Option<&Ledger>) -> Option<String> {
     let Data::In(bytes) = orders.template.data else { return None };
     let mut block = vec![0; bytes];
@@ -206,8 +206,8 @@ fn mismatch(slot: &Slot, orders: &WorkerTask, ledger: Option<&Ledger>) -> Option
     (!good).then(|| format!("the {bytes} bytes at offset {} are not what was written", slot.offset))
 }
 
-/// Drives the lanes of one thread until their requests are spent or the time since `start` is over, and all answers are
-/// there. What was found holds also if it ends with an error.
+/// Drives the lanes of one thread until all requests are sent or the time is over, and all replies have arrived. `tally`
+/// is valid after an error, too.
 pub(super) fn run(
     queues: &mut [Queue],
     lanes: &mut [QueueLoad],
@@ -270,7 +270,7 @@ fn turns(
     }
 }
 
-/// Passes the time until something is done.
+/// Waits or polls until a completion arrives.
 #[inline]
 fn rest(queues: &mut [Queue], orders: &WorkerTask, idle: u32, epoll: &Epoll) -> Result<()> {
     if !orders.sleep {

@@ -118,7 +118,7 @@ impl PackedRing {
         self.pushed += descriptors;
     }
 
-    /// Shows the device what was pushed; says whether it wants a kick for it.
+    /// Publishes pushed descriptors; returns whether the device wants a kick.
     #[inline]
     pub fn publish(&mut self) -> bool {
         let Some((place, flags)) = self.held_back.take() else { return false };
@@ -152,7 +152,7 @@ impl PackedRing {
         self.is_used(self.next_used)
     }
 
-    /// How many used buffers wait, by the device's word.
+    /// The number of used buffers that the device reports.
     #[inline]
     pub fn waiting_used(&self) -> u16 {
         let (mut place, mut count) = (self.next_used, 0);
@@ -170,7 +170,7 @@ impl PackedRing {
         self.has_used().then(|| self.pop_ready())
     }
 
-    /// The next used buffer, of which it is known that it is there.
+    /// The next used buffer; the caller knows that there is one.
     #[inline]
     pub fn pop_ready(&mut self) -> Used {
         let at = usize::from(self.next_used.index) * DESCRIPTOR_BYTES;
@@ -179,7 +179,7 @@ impl PackedRing {
         Used { id: id.into(), len: self.ring.load_u32(at + LENGTH) }
     }
 
-    /// The descriptors of a buffer; one if there is no such buffer, so that whoever looks for it goes on.
+    /// The descriptors of a buffer; one for an unknown identifier, so that the scan advances.
     fn length(&self, id: u16) -> u16 {
         self.lengths.get(usize::from(id)).copied().unwrap_or(1).clamp(1, self.size)
     }
@@ -200,7 +200,7 @@ impl PackedRing {
         self.driver_event.store_u32(0, EVENT_DISABLE << 16);
     }
 
-    /// Starts over where the device stopped: what it has not taken is available no more.
+    /// Restarts at the device's index, and withdraws the descriptors that it has not taken.
     pub fn restart(&mut self, base: u16) {
         let end = self.next;
         self.next = Place::from_bits(base);

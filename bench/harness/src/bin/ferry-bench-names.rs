@@ -19,12 +19,12 @@ const CACHED_ROUNDS: usize = 20;
 
 #[derive(Debug, Parser)]
 struct Cli {
-    /// Where
+    /// The directory to work in
     dir: PathBuf,
-    /// How many threads
+    /// Number of threads
     #[arg(long, default_value_t = 1)]
     threads: usize,
-    /// How many files each makes
+    /// Number of files per thread
     #[arg(long, default_value_t = 2000)]
     files: usize,
 }
@@ -42,7 +42,7 @@ const PHASES: [(&str, Phase); 4] =
     [("create", Phase::Create), ("stat", Phase::Stat), ("cached-stat", Phase::CachedStat), ("unlink", Phase::Unlink)];
 
 impl Phase {
-    /// Works on all files and says how many calls that took.
+    /// Processes all files; returns the number of calls.
     fn run(self, files: &[PathBuf]) -> rustix::io::Result<usize> {
         let stat = |flags: AtFlags| {
             files.iter().try_for_each(|file| rustix::fs::statx(CWD, file, flags, StatxFlags::BASIC_STATS).map(drop))
@@ -97,7 +97,7 @@ fn work(dir: &PathBuf, files: usize, barrier: &Barrier) -> Result<Vec<(usize, Du
     let mut failed = made.err();
     let mut results = Vec::new();
     for (name, phase) in PHASES {
-        // Everybody comes here for each phase, also after a failure, or the others would wait for ever.
+        // Every thread waits here in each phase, also after a failure, or the others would block.
         barrier.wait();
         let start = Instant::now();
         let calls = if failed.is_some() { Ok(0) } else { phase.run(&files) };

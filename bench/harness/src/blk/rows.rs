@@ -37,7 +37,7 @@ impl Client {
         }
     }
 
-    /// What a reader must know.
+    /// A note for the report.
     pub fn note(self) -> Option<&'static str> {
         match self {
             Self::Native => None,
@@ -51,7 +51,7 @@ impl Client {
 /// A row: what is measured in one go, all systems in turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Step {
-    /// Who asks.
+    /// The client.
     pub client: Client,
     /// Writes rather than reads.
     pub write: bool,
@@ -63,7 +63,7 @@ pub struct Step {
     pub depth: usize,
     /// Queues.
     pub queues: usize,
-    /// The server goes past the page cache.
+    /// The server uses O_DIRECT.
     pub direct: bool,
     /// Whether a quick run has it.
     pub quick: bool,
@@ -129,9 +129,9 @@ pub fn all() -> Vec<Step> {
     let direct = Step { direct: true, ..native };
     let image = Step { client: Client::QemuImg, ..native };
     let uml = Step { client: Client::Uml, ..native };
-    // As the published runs, and as aio=native needs it: past the page cache.
+    // O_DIRECT, as in the published runs; aio=native needs it, too.
     let qemu = Step { client: Client::Qemu, direct: true, ..native };
-    // A quick run has the others' ends only.
+    // Of the other rows, a quick run has depths 1 and 32 only.
     let few = |step: Step| Step { quick: step.quick && (step.depth == 1 || step.depth == 32), ..step };
     published(native)
         .chain(random(native, &DEPTHS))
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn every_published_row_is_one_for_each_client() {
+    fn every_published_row_exists_for_each_client() {
         let published = super::super::report::published();
         assert_eq!(published.len(), 6);
         for row in published {

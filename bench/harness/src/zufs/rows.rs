@@ -65,7 +65,7 @@ impl Step {
         }
     }
 
-    /// What a reader must know.
+    /// A note for the report.
     pub fn note(self) -> Option<&'static str> {
         match self.work {
             Work::Guest => Some("in a QEMU guest that TCG emulates: to be compared within the guest only"),
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_published_row_is_one() {
+    fn every_published_row_exists() {
         let names: Vec<String> = all().into_iter().flat_map(Step::rows).map(|(_, name)| name).collect();
         for threads in THREADS {
             assert!(names.contains(&format!("threads {threads}")));

@@ -136,11 +136,11 @@ fn node(fields: &[&[u8]]) -> Result<Node, Refusal> {
     };
     let bytes: u64 = number(size, "size")?;
     let mode = std::str::from_utf8(mode).ok().and_then(|mode| u16::from_str_radix(mode, 8).ok());
-    let mode = mode.ok_or("the mode is no octal number of 16 bits")?;
+    let mode = mode.ok_or("the mode is not a 16-bit octal number")?;
     let rdev: u32 = number(rdev, "device")?;
     let payload = optional(payload)?;
     if payload.as_ref().is_some_and(|payload| payload.len() > PATH_BYTES_MAX || payload.contains(&0)) {
-        return Err("the payload has more than 4095 bytes, or one of zero".into());
+        return Err("the payload is longer than 4095 bytes, or contains a NUL".into());
     }
     let content = optional(content)?;
     if let Some(content) = content.as_ref().filter(|content| content.len() as u64 != bytes) {
@@ -160,7 +160,7 @@ fn node(fields: &[&[u8]]) -> Result<Node, Refusal> {
             None if bytes == 0 => Content::Inline(Vec::new()),
             None => Content::Elsewhere { bytes, path: payload, digest: digest_of(digest)? },
         },
-        FileType::Unknown => return Err(format!("the mode {mode:o} is of no kind of file")),
+        FileType::Unknown => return Err(format!("the mode {mode:o} has no valid file type")),
         _ => Content::None,
     };
     let is_device = matches!(kind, FileType::BlockDevice | FileType::CharacterDevice);
@@ -184,12 +184,12 @@ fn digest_of(field: &[u8]) -> Result<Option<Digest>, Refusal> {
 
 fn number<T: std::str::FromStr>(field: &[u8], what: &str) -> Result<T, Refusal> {
     let text = std::str::from_utf8(field).ok();
-    text.and_then(|text| text.parse().ok()).ok_or_else(|| format!("{} is no {what}", field.escape_ascii()))
+    text.and_then(|text| text.parse().ok()).ok_or_else(|| format!("{} is not a valid {what}", field.escape_ascii()))
 }
 
 /// Parses seconds and nanoseconds. The latter are a number, not a fraction.
 fn time(field: &[u8]) -> Result<Timespec, Refusal> {
-    let wrong = || format!("{} is no time in seconds and nanoseconds", field.escape_ascii());
+    let wrong = || format!("{} is not a time in seconds and nanoseconds", field.escape_ascii());
     let at = field.iter().position(|byte| *byte == b'.').ok_or_else(wrong)?;
     let (sec, nsec) = (number(&field[..at], "time")?, number(&field[at + 1..], "time")?);
     if nsec < 1_000_000_000 { Ok(Timespec { sec, nsec }) } else { Err(wrong()) }

@@ -133,7 +133,8 @@ impl<'a> Input<'a> {
             (false, true) => Ok(Self::Dump(all)),
             (false, false) => {
                 let reason =
-                    "it is no directory, tar archive (plain, or packed by gzip or zstd) or composefs dump file".into();
+                    "it is not a directory, tar archive (plain, or packed by gzip or zstd) or composefs dump file"
+                        .into();
                 Err(Error::Input { path: source.into(), at: "at its beginning".into(), reason })
             }
         }

@@ -131,7 +131,7 @@ pub(crate) fn scan(
 ) -> Result<Tree> {
     let found_root = statx(CWD, root, AtFlags::empty(), StatxFlags::BASIC_STATS).doing("look at", root)?;
     if !is_dir(&found_root) {
-        return Err(Error::CannotHold { path: root.into(), reason: "is no directory".into() });
+        return Err(Error::CannotHold { path: root.into(), reason: "is not a directory".into() });
     }
     // The root may be a symbolic link; nothing below it may be.
     let root = fs::canonicalize(root).doing("look at", root)?;

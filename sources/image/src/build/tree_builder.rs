@@ -18,7 +18,7 @@ const NODE_BYTES: usize = 192;
 const NAME_BYTES: usize = 64;
 
 /// The refusal of a path below something else than a directory.
-pub(crate) const NO_DIRECTORY: &str = "what it is in is no directory";
+pub(crate) const NO_DIRECTORY: &str = "its parent is not a directory";
 
 /// Why a path cannot be added, as the end of a sentence.
 pub(crate) type Refusal = String;
@@ -116,7 +116,7 @@ impl TreeBuilder {
             return Err("there is a root already".into());
         }
         if node.kind() != FileType::Directory {
-            return Err("the root is no directory".into());
+            return Err("the root is not a directory".into());
         }
         self.push(node).map(drop)
     }

@@ -1,6 +1,6 @@
 //! Builds the image of one layer of a container from its blob while that is read, without files in between.
 //!
-//! One thread unpacks, one hashes the archive, those of the writer hash files, and the caller's reads members and stores.
+//! One thread decompresses and one hashes the archive; the writer's threads hash files; the caller's thread reads members.
 
 use std::io::{self, BufReader, Read};
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::format::digest::DIGEST_BYTES;
 use crate::format::error::{IoContext, Result};
 use crate::store::packs::Store;
 
-/// The size of a piece of the archive that threads pass on, in bytes.
+/// The size of the buffers that threads exchange, in bytes.
 const PIECE_BYTES: usize = 1 << 18;
 /// The number of pieces that wait for a thread at most; they limit memory.
 const PIECES_MAX: usize = 8;
@@ -40,7 +40,7 @@ pub struct UnpackReport {
 ///
 /// # Errors
 ///
-/// As [`crate::build()`]; [`crate::Error::Input`]: the archive is invalid, or something that tar readers disagree on.
+/// As [`crate::build()`]; [`crate::Error::Input`]: the archive is invalid, or tar readers disagree on it.
 pub fn unpack_layer(
     blob: impl Read + Send,
     source: &Path,
@@ -50,12 +50,12 @@ pub fn unpack_layer(
 ) -> Result<UnpackReport> {
     let options = Options::default();
     let mut writer = PackWriter::begin(&Arc::new(store), options.threads, false)?;
-    // A container that starts next reads some of them.
+    // A container that starts next reads some of the new files.
     writer.keep_cached()?;
     thread::scope(|scope| {
         let (archive, pieces) = sync_channel(PIECES_MAX);
         let (hashed, to_hash) = sync_channel::<Arc<Vec<u8>>>(PIECES_MAX);
-        // Has room for all pieces that exist.
+        // The channel can hold all pieces.
         let (free, reusable) = sync_channel(4 * PIECES_MAX);
         let recycle = free.clone();
         let hasher = thread::Builder::new().name("layer-hasher".into());
@@ -80,7 +80,7 @@ pub fn unpack_layer(
     })
 }
 
-/// Unpacks a blob into pieces, until nobody takes them.
+/// Unpacks a blob into pieces, until the receivers are gone.
 fn unpack(
     blob: impl Read,
     archive: &SyncSender<io::Result<Arc<Vec<u8>>>>,

@@ -312,7 +312,7 @@ impl Image {
         let (mut path, mut digest) = (None, None);
         for (name, value) in self.raw_xattrs(inode)? {
             if name == REDIRECT {
-                path = Some(value.strip_prefix(b"/").ok_or_else(|| flaw("a redirection that is none"))?);
+                path = Some(value.strip_prefix(b"/").ok_or_else(|| flaw("an invalid redirect"))?);
             } else if name == METACOPY {
                 digest = digest_of(value).map_err(|()| flaw("a digest of an unknown kind"))?;
             }
@@ -416,7 +416,7 @@ impl Image {
             return Err(flaw("an attribute of another kind than it says"));
         }
         if name.contains(&0) || name.len() > crate::format::erofs::XATTR_NAME_MAX {
-            return Err(flaw("an attribute whose name is none"));
+            return Err(flaw("an attribute with an invalid name"));
         }
         Ok(((name, value), after.next_multiple_of(4)))
     }

@@ -136,7 +136,7 @@ fn sources_that_cannot_be_built_are_told() {
         ferry_image::build(&bench.path(source), &bench.path("image"), store(), &Default::default(), &|_, _| {})
             .map(drop)
     };
-    assert!(build("file").expect_err("no directory").to_string().contains("it is no directory, tar archive"));
+    assert!(build("file").expect_err("no directory").to_string().contains("it is not a directory, tar archive"));
     assert!(build("absent").expect_err("not there").to_string().starts_with("cannot look at"));
     assert!(!bench.path("image").exists());
 }

@@ -74,15 +74,15 @@ const FLAWS: [(&str, Damage); 36] = [
     }),
     ("/empty: a directory's block without entries", |image| image.put_u32(image.inode("empty") + SIZE, 5)),
     ("/a: a name outside of its block", |image| image.put_u16(image.line("a", "b").0 + NAME_OFFSET, u16::MAX)),
-    ("/a: a name that is none", |image| image.put(image.line("a", "b").1, b"/")),
-    ("/a: a name that is none", |image| image.put(image.line("a", "file").1 + 1, b"/")),
-    ("/a: a name that is none", |image| image.put(image.line("a", "b").1, &[0])),
-    ("/a: a name that is none", |image| {
+    ("/a: an invalid name", |image| image.put(image.line("a", "b").1, b"/")),
+    ("/a: an invalid name", |image| image.put(image.line("a", "file").1 + 1, b"/")),
+    ("/a: an invalid name", |image| image.put(image.line("a", "b").1, &[0])),
+    ("/a: an invalid name", |image| {
         // Both names begin at one place, so that the first one is empty.
         let at = image.u16(image.line("a", "b").0 + NAME_OFFSET);
         image.put_u16(image.line("a", "file").0 + NAME_OFFSET, at);
     }),
-    ("/many: a name that is none", |image| {
+    ("/many: an invalid name", |image| {
         // One name, as long as the block.
         let line = image.line("many", ".").0;
         image.put_u16(line + NAME_OFFSET, 12);
@@ -100,7 +100,7 @@ const FLAWS: [(&str, Damage); 36] = [
     ("/attributes: an attribute of another kind than it says", |image| {
         image.put(image.find("attributes", b"user.x3") - 3, &[0]);
     }),
-    ("/attributes: an attribute whose name is none", |image| image.put(image.find("attributes", b"one1") + 1, &[0])),
+    ("/attributes: an attribute with an invalid name", |image| image.put(image.find("attributes", b"one1") + 1, &[0])),
     ("/attributes: the end of the image in the middle of a structure", |image| {
         image.put_u32(image.xattrs("attributes") + 12, u32::MAX);
     }),
@@ -201,7 +201,7 @@ const REFUSALS: [(&str, Damage); 10] = [
     }),
     ("devices that overlap", |image| image.put_u32(DEVICES + DEVICE_FIRST_BLOCK, 0)),
     ("the end of the image in the middle of a structure", |image| image.put_u16(SUPER_OFFSET + 88, u16::MAX)),
-    ("a root that is no directory", |image| image.put_u16(image.inode("") + MODE, 0o100_644)),
+    ("a root that is not a directory", |image| image.put_u16(image.inode("") + MODE, 0o100_644)),
 ];
 
 /// What no reader of an image of composefs's can get over.
@@ -213,7 +213,7 @@ const COMPOSEFS_FLAWS: [(&str, Damage); 7] = [
         image.put_u32(image.inode("far") + SIZE, u32::MAX);
         image.put_u32(image.inode("far") + PLACE, 0);
     }),
-    ("/a/file: a redirection that is none", |image| {
+    ("/a/file: an invalid redirect", |image| {
         let at = image.find("a/file", b"overlay.redirect");
         image.put(at + b"overlay.redirect".len(), b"x");
     }),

@@ -24,7 +24,7 @@ use toc_layers::{FORMATS, Format, Layer, Writer, footer, sha256};
 
 const MANIFEST: [u8; 32] = [7; 32];
 
-/// What changes the bytes of a blob that a server sends, by their offset.
+/// Corrupts bytes of a blob that the server sends; gets their offset.
 type Fault = dyn Fn(u64, &mut Vec<u8>) + Send + Sync;
 
 /// A server in memory.
@@ -127,7 +127,7 @@ fn read(source: &Source, path: &str) -> Result<Vec<u8>, Errno> {
     })
 }
 
-/// Bytes that do not compress, others for each seed.
+/// Incompressible bytes that depend on the seed.
 fn noise(seed: u32, length: usize) -> Vec<u8> {
     let words = (0..).map(|at: u32| (at ^ seed.wrapping_mul(40_503)).wrapping_mul(2_654_435_761).rotate_left(at % 31));
     words.flat_map(u32::to_le_bytes).take(length).collect()
@@ -274,7 +274,7 @@ fn zeros_of_sparse_files_are_not_fetched() {
     assert_eq!(server.requests().len(), 1);
     source.shared_objects().fetch_all(1, &AtomicBool::new(false), &|_, _| {}).unwrap();
     source.shared_objects().complete().unwrap();
-    // Not even on the disk.
+    // They take no disk space either.
     let pack = bench.store().join("packs").join(source.image().packs()[0].name.hex());
     let blocks = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(pack).unwrap());
     assert!(blocks < 100, "{blocks}");
@@ -308,7 +308,7 @@ fn chunks_that_are_not_those_of_the_table_are_refused() {
                     }
                 });
                 let outcome = read(&source, "gone/below");
-                // A change behind the chunk, in the headers that follow it, is of no consequence.
+                // A change after the chunk, in the headers that follow, is harmless.
                 assert!(outcome.is_err() || outcome == Ok(noise(2, 9000)), "{turn}");
                 if matches!(turn, 0 | 4) {
                     assert_eq!(outcome, Err(Errno::IO), "{turn}");

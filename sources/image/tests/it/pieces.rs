@@ -44,7 +44,7 @@ fn stored(bench: &Bench, end: Option<&str>) -> PathBuf {
     path
 }
 
-/// Turns a bit of a stored file around.
+/// Flips a bit of a stored file.
 fn damage(path: &PathBuf, at: u64) {
     let file = File::options().read(true).write(true).open(path).expect("it can be opened");
     let mut byte = [0];
@@ -116,7 +116,7 @@ fn only_the_damaged_piece_is_not_read() {
         assert_eq!(read(&source, "file-0", offset, length), Err(Errno::IO), "{offset}");
     }
     assert!(read(&source, "file-3", 0, 10).is_ok());
-    // Looked at as a whole it is damaged.
+    // Verifying the whole file reports the damage.
     let objects = ferry_image::Objects::open(source.image(), &bench.store()).expect("the packs are there");
     let inode = source.image().inode(find(source.image(), "file-0")).expect("it is there");
     let data = source.image().data(&inode).expect("the image is sound");
@@ -169,7 +169,7 @@ fn versions_of_a_file_share_the_pieces_that_are_the_same() {
             }
         }
     }
-    // The same again is nothing new, and with all of it changed back neither.
+    // Rebuilding adds no data, and neither does restoring the old content.
     assert_eq!(bench.build("again").new_bytes, 0);
     assert_eq!(
         fs::read(bench.path("again")).expect("it is there"),
@@ -215,12 +215,12 @@ fn what_is_shared_by_pieces_is_compared_counted_and_kept() {
     assert_eq!((collected.kept, collected.removed.len(), collected.leftovers), (2, 0, 0));
 }
 
-/// A damaged piece is damaged for all who have it, and for nobody else.
+/// A damaged piece fails in every image that shares it, and nowhere else.
 #[test]
 fn a_damaged_piece_is_missed_in_each_version() {
     let bench = made();
     let begin = start(&open(&bench), "file-0");
-    // Before the new pack is there, there is but one.
+    // Now, while there is only one pack.
     damage(&stored(&bench, None), begin + 2 * PIECE + 77);
     change(&bench, "file-0", 5 * PIECE, 1);
     bench.build("changed");

@@ -17,13 +17,13 @@ fn fill(share: &Share, open: (Ino, Handle)) -> u64 {
                 return at;
             }
         }
-        assert!(at < 1 << 30, "there is no end to it");
+        assert!(at < 1 << 30, "the file system never fills up");
     }
 }
 
 #[test]
 fn a_full_file_system_is_an_error_and_recovers() {
-    // A process that another test starts has copies of the open files until it runs its program.
+    // A child of another test holds copies of open descriptors until it execs.
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -39,7 +39,7 @@ fn a_full_file_system_is_an_error_and_recovers() {
         // What is there can be written again, and read.
         assert_eq!(share.write(open, 4096, b"again"), Ok(5));
         assert_eq!(share.read(open, 4096, 6).unwrap(), b"again\x01");
-        // Names need no room of the data's.
+        // Names do not count against the data limit.
         let empty = share.create(Ino::ROOT, "empty", 0o644);
         assert_eq!(share.write(empty, 0, b"x"), Err(Errno::NOSPC));
         let append = common::range(empty.0, empty.1, 0, 1, OFlags::RDWR | OFlags::APPEND);

@@ -181,7 +181,7 @@ impl LayerRef {
         let index = layer_index::encode(&blob, chunks.iter().copied());
         let name = Algorithm::Blake3.of(&index);
         let ParsedLayer { layer, objects, blocks: pack_blocks } =
-            layer_index::parse(&index)?.ok_or("its index is none")?;
+            layer_index::parse(&index)?.ok_or("it has no valid index")?;
         let mut blocks = vec![0; items.len()];
         let mut at = 0;
         for file in files {

@@ -235,7 +235,7 @@ fn member(entry: &Entry<'_>) -> Result<Member, Refusal> {
     let mtime = match entry.modtime.as_deref() {
         None | Some("") => Timespec::default(),
         Some(text) => {
-            time(text).ok_or_else(|| format!("its time {:?} is none", text.chars().take(80).collect::<String>()))?
+            time(text).ok_or_else(|| format!("its time {:?} is invalid", text.chars().take(80).collect::<String>()))?
         }
     };
     Ok(Member {

@@ -118,8 +118,7 @@ impl<'a> Merge<'a> {
             let (mut entries, mut directories) = (Vec::with_capacity(names.len()), 0);
             for (name, found) in names {
                 let Some(&(place, inode)) = found.stack.first() else { continue };
-                let name =
-                    Name::new(name).map_err(|_| at(place.layer)(Flaw { what: "a name that is none", offset: 0 }))?;
+                let name = Name::new(name).map_err(|_| at(place.layer)(Flaw { what: "an invalid name", offset: 0 }))?;
                 let id = self.child(place, &inode)?;
                 entries.push((name.to_buf(), id));
                 if inode.kind() == FileType::Directory {
@@ -185,8 +184,7 @@ impl<'a> Merge<'a> {
         let at = |flaw: Flaw| BuildLayersError::Refused(format!("the image of layer {layer}: {flaw}"));
         let (xattrs, _) = attributes(image, inode)?;
         let content = self.content(image, inode).map_err(at)?;
-        let mode =
-            u16::try_from(inode.mode).map_err(|_| at(Flaw { what: "a mode that is none", offset: inode.nid.0 }))?;
+        let mode = u16::try_from(inode.mode).map_err(|_| at(Flaw { what: "an invalid mode", offset: inode.nid.0 }))?;
         let Inode { uid, gid, mtime, .. } = *inode;
         self.tree.nodes.push(Node { mode, uid, gid, rdev: inode.rdev(), mtime, nlink: 1, xattrs, content });
         Ok(self.tree.nodes.len() - 1)

@@ -81,7 +81,7 @@ impl Header {
     /// Parses a number: octal digits, or, where the first bit is set, GNU's binary form.
     pub(super) fn number(&self, place: (usize, usize), what: &str) -> Result<i64, Refusal> {
         let field = self.field(place);
-        let wrong = || format!("its {what} is no number");
+        let wrong = || format!("its {what} is not a number");
         if field[0] & 0x80 != 0 {
             // The second bit is the sign.
             let first = i128::from(((field[0] << 1).cast_signed()) >> 1);

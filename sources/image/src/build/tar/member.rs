@@ -108,9 +108,9 @@ impl<R: Read> Members<R> {
                 return if is_whole { Ok(None) } else { Err(self.refused(offset, "the archive is cut off")) };
             };
             if !header.is_sound() {
-                return Err(self.refused(offset, "no header of a member is there: its sum is wrong"));
+                return Err(self.refused(offset, "not a member header: wrong checksum"));
             }
-            let twice = || self.refused(offset, "two headers say the same of one member");
+            let twice = || self.refused(offset, "a duplicate extended header");
             match header.kind() {
                 b'x' if extra.pax.is_some() => return Err(twice()),
                 b'L' if extra.name.is_some() => return Err(twice()),
@@ -169,7 +169,7 @@ impl<R: Read> Members<R> {
         let is_old = header.kind() == b'S';
         let (mut pieces, left) = match sparse {
             Some(_) if is_old || member.kind != Kind::File => {
-                return Err(refused(self, "a sparse file of two kinds, or something else that is sparse".into()));
+                return Err(refused(self, "conflicting sparse formats, or a sparse member that is not a file".into()));
             }
             Some(sparse) => self.pax_sparse(sparse, &mut member, stored)?,
             None if is_old => (self.old_sparse(header, &mut member, stored)?, stored),
@@ -254,7 +254,7 @@ fn describe(header: &Header, pax: &Pax, path: Vec<u8>, link: Vec<u8>, offset: u6
         b'4' => (Kind::Special, 0o060_000),
         b'5' => (Kind::Directory, 0o040_000),
         b'6' => (Kind::Special, 0o010_000),
-        kind => return Err(format!("a member of the kind '{}', which is not known here", kind.escape_ascii())),
+        kind => return Err(format!("a member of the unknown type '{}'", kind.escape_ascii())),
     };
     let number =
         |key: &str, place, what: &str| pax.number(key.as_bytes()).unwrap_or_else(|| header.number(place, what));
@@ -262,11 +262,11 @@ fn describe(header: &Header, pax: &Pax, path: Vec<u8>, link: Vec<u8>, offset: u6
         |key, place, what| u32::try_from(number(key, place, what)?).map_err(|_| format!("its {what} is too large"));
     let stored = u64::try_from(number("size", SIZE, "size")?).map_err(|_| "its size is below zero")?;
     if stored > 0 && kind != Kind::File {
-        return Err("it is no file and has data: programs do not agree on where they end".into());
+        return Err("it has data but is not a file: tar readers disagree on where it ends".into());
     }
     let permissions = u16::try_from(header.number(MODE, "mode")? & 0o7777).unwrap_or_default();
     let mtime = match pax.get(b"mtime") {
-        Some(value) => time(value).ok_or("its time is none")?,
+        Some(value) => time(value).ok_or("its mtime is invalid")?,
         None => Timespec { sec: header.number(MTIME, "time")?, nsec: 0 },
     };
     let xattrs = pax.xattrs().map(|(name, value)| (name.to_vec(), value.to_vec()));

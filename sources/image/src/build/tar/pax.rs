@@ -59,7 +59,7 @@ impl Pax {
     pub(super) fn number(&self, key: &[u8]) -> Option<Result<i64, Refusal>> {
         let value = self.get(key)?;
         let number = std::str::from_utf8(value).ok().and_then(|text| text.parse().ok());
-        Some(number.ok_or_else(|| format!("its {} is no number", key.escape_ascii())))
+        Some(number.ok_or_else(|| format!("its {} is not a number", key.escape_ascii())))
     }
 
     /// Returns all extended attributes.

@@ -81,7 +81,7 @@ fn add(builder: &mut TreeBuilder, names: &[Name<'_>], node: Node) -> Result<Opti
     let Some((name, parents)) = names.split_last() else {
         match builder.find(&[]) {
             Some(root) if node.kind() == FileType::Directory => *builder.node(root) = node,
-            Some(_) => return Err("the root is no directory".into()),
+            Some(_) => return Err("the root is not a directory".into()),
             None => builder.root(node)?,
         }
         return Ok(None);

@@ -69,7 +69,7 @@ fn in_header(pax: &Pax) -> Result<Pieces, Refusal> {
     if !numbers.len().is_multiple_of(2) || count.is_some_and(|count| i64::try_from(numbers.len() / 2) != Ok(count)) {
         return Err("a sparse file whose map has not as many pieces as it says".into());
     }
-    let number = |text: &[u8]| number(text).ok_or("a sparse file whose map has something else than numbers");
+    let number = |text: &[u8]| number(text).ok_or("a sparse file whose map is not numeric");
     Ok(numbers.chunks_exact(2).map(|pair| Ok((number(pair[0])?, number(pair[1])?))).collect::<Result<_, &str>>()?)
 }
 

@@ -55,11 +55,11 @@ impl<R: Read> Members<R> {
                 if byte != b'\n' {
                     line.push(byte);
                     if line.len() > DIGITS_MAX {
-                        return Err(wrong(self, "whose map has something else than numbers"));
+                        return Err(wrong(self, "whose map is not numeric"));
                     }
                     continue;
                 }
-                let found = number(&line).ok_or_else(|| wrong(self, "whose map has something else than numbers"))?;
+                let found = number(&line).ok_or_else(|| wrong(self, "whose map is not numeric"))?;
                 line.clear();
                 if count.is_none() {
                     let pieces = usize::try_from(found).ok().filter(|pieces| *pieces <= PIECES_MAX);

@@ -37,7 +37,7 @@ impl Image {
     fn dir_bytes(&self, inode: &Inode) -> ImageResult<(&[u8], &[u8])> {
         let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
         if inode.kind() != FileType::Directory {
-            return Err(flaw("a directory that is none"));
+            return Err(flaw("an invalid directory"));
         }
         match self.data(inode)? {
             Data::Near(whole, rest) => Ok((whole, rest)),
@@ -148,7 +148,7 @@ impl<'a> Block<'a> {
             _ => name,
         };
         if !matches!(name, b"." | b"..") && Name::new(name).is_err() {
-            return Err(flaw("a name that is none"));
+            return Err(flaw("an invalid name"));
         }
         Ok(Entry { name, nid: Nid(entry.nid.get()), kind: entry.kind, next: 0 })
     }

@@ -92,7 +92,7 @@ impl Image {
             image.read_devices()?;
         }
         if image.inode(image.root())?.kind() != FileType::Directory {
-            return Err(Flaw { what: "a root that is no directory", offset: SUPER_OFFSET as u64 + 14 });
+            return Err(Flaw { what: "a root that is not a directory", offset: SUPER_OFFSET as u64 + 14 });
         }
         Ok(image)
     }
