@@ -244,7 +244,7 @@ mod tests {
         let (frames, blob) = packed(&part(FRAME_BYTES + 1, 3));
         let (lengths, bytes) = (frames.lengths(), blob.len() as u64);
         let refused = |part: &str, lengths: &str, bytes| Frames::parse(part, lengths, bytes).unwrap_err();
-        assert!(refused("x", &lengths, bytes).contains("no number"));
+        assert!(refused("x", &lengths, bytes).contains("not a number"));
         assert!(refused("1", &lengths, bytes).contains("not as many frames"));
         assert!(refused(&u64::MAX.to_string(), &lengths, bytes).contains("not as many frames"));
         assert!(refused("262145", "!", bytes).contains("base64"));

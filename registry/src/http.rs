@@ -248,29 +248,38 @@ impl Client {
         client: Option<ClientCert>,
         skip_verify: bool,
     ) -> Self {
-        let tls = TlsConfig::builder()
-            .root_certs(RootCerts::new_with_certs(&trusted))
-            .client_cert(client)
-            .disable_verification(skip_verify)
-            .unversioned_rustls_crypto_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .build();
-        let config = Agent::config_builder()
-            .http_status_as_error(false)
-            .max_redirects(0)
-            .max_redirects_will_error(false)
-            .tls_config(tls)
-            .timeout_connect(Some(options.patience))
-            .timeout_resolve(Some(options.patience))
-            .max_idle_connections(IDLE_MAX)
-            .max_idle_connections_per_host(IDLE_MAX)
-            .user_agent(concat!("ferry/", env!("CARGO_PKG_VERSION")))
-            .build();
+        let trusted = RootCerts::new_with_certs(&trusted);
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let config = |client: Option<ClientCert>| {
+            let tls = TlsConfig::builder()
+                .root_certs(trusted.clone())
+                .client_cert(client)
+                .disable_verification(skip_verify)
+                .unversioned_rustls_crypto_provider(Arc::clone(&provider))
+                .build();
+            Agent::config_builder()
+                .http_status_as_error(false)
+                .max_redirects(0)
+                .max_redirects_will_error(false)
+                .tls_config(tls)
+                .timeout_connect(Some(options.patience))
+                .timeout_resolve(Some(options.patience))
+                // A long body has a long time as a whole.
+                .timeout_per_read(Some(options.patience))
+                .timeout_per_write(Some(options.patience))
+                .max_idle_connections(IDLE_MAX)
+                .max_idle_connections_per_host(IDLE_MAX)
+                .user_agent(concat!("ferry/", env!("CARGO_PKG_VERSION")))
+                .build()
+        };
+        // The host's certificate is for no other one.
+        let (origin, others) = (config(client), config(None));
         let (connector, resolver) = (DefaultConnector::default(), OriginResolver::default());
         Self {
             is_remote: Arc::clone(&resolver.is_remote),
-            origin_agent: Agent::with_parts(config.clone(), connector, resolver),
-            any_agent: config.new_agent(),
-            remote_agent: Agent::with_parts(config, DefaultConnector::default(), RemoteResolver::default()),
+            origin_agent: Agent::with_parts(origin, connector, resolver),
+            any_agent: others.new_agent(),
+            remote_agent: Agent::with_parts(others, DefaultConnector::default(), RemoteResolver::default()),
             options,
             slots: Slots::default(),
             requests: AtomicU64::new(0),
@@ -427,7 +436,8 @@ fn pem(path: &Path) -> Result<(Vec<Certificate<'static>>, Option<PrivateKey<'sta
 fn pause(attempts: u32, retry_after: Option<Duration>) -> Duration {
     let least = PAUSE * 2_u32.pow(attempts.min(8) - 1);
     let random = u32::try_from(RandomState::new().hash_one(attempts) % 1024).unwrap_or_default();
-    (retry_after.unwrap_or_default().max(least) + least * random / 1024).min(PAUSE_MAX)
+    let asked = retry_after.unwrap_or_default().min(PAUSE_MAX);
+    (asked.max(least) + least * random / 1024).min(PAUSE_MAX)
 }
 
 impl fmt::Debug for Response<'_> {

@@ -422,7 +422,7 @@ mod tests {
         assert!(bad(&|m| m["layers"][0]["annotations"] = json!({})).contains("without ferry.digest"));
         assert!(bad(&|m| m["layers"][1]["annotations"]["ferry.pack"] = json!("zz")).contains("is no digest"));
         assert!(bad(&|m| m["layers"][2]["size"] = json!(u64::MAX)).contains("a part of"));
-        assert!(bad(&|m| m["layers"][2]["mediaType"] = json!(PACKED_PART_TYPE)).contains("no number"));
+        assert!(bad(&|m| m["layers"][2]["mediaType"] = json!(PACKED_PART_TYPE)).contains("not a number"));
         assert!(bad(&|m| _ = m["layers"].as_array_mut().unwrap().remove(1)).contains("no index"));
         for twice in [0, 1] {
             assert!(

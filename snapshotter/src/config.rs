@@ -42,7 +42,8 @@ pub struct LazyConfig {
 impl Default for LazyConfig {
     fn default() -> Self {
         Self {
-            from: vec!["*".into()],
+            // Only where every client says which image a layer is of can images not say it themselves.
+            from: Vec::new(),
             converted_from: Vec::new(),
             traces_from: Vec::new(),
             hosts: vec!["/etc/containerd/certs.d".into()],
@@ -118,7 +119,7 @@ mod tests {
         assert!(!config.merge && config.containerd_root == Path::new("/etc/ferry/c"));
         assert_eq!((config.root, config.address), ("/etc/ferry/data".into(), "/run/s.sock".into()));
         assert_eq!(config.images, Images::Never);
-        let lazy = parse("[lazy]\nfrom = []\nhosts = ['h']\nprogram = '/bin/ferry'").unwrap().lazy;
+        let lazy = parse("[lazy]\nfrom = ['*']\nhosts = ['h']\nprogram = '/bin/ferry'").unwrap().lazy;
         assert_eq!((lazy.hosts, lazy.program), (vec!["/etc/ferry/h".into()], Some("/bin/ferry".into())));
         for (text, why) in [
             ("rot = 1", "unknown field"),

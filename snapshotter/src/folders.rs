@@ -19,14 +19,14 @@
 //!
 //! All of it is below a directory that only root can enter: layers have set-user-id programs and device nodes.
 
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
-use tempfile::TempDir;
-
 use crate::error::{Error, IoContext, Result};
+use crate::trash;
 
 /// The maximum length of the root's path in bytes: the kernel takes strings of up to 255 bytes for a device of a mount, and packs have
 /// long names.
@@ -230,18 +230,23 @@ impl Folders {
         Ok(unknown)
     }
 
-    /// Moves a directory to the trash, from where it is removed when the returned value is closed or dropped; `None`: it does not
-    /// exist. What is there after a crash is removed by [`Self::empty_trash`].
+    /// Moves a directory to the trash, where it takes no room of its own; `None`: it does not exist. It is there until
+    /// [`Self::remove_trash`] or [`Self::empty_trash`].
     ///
     /// # Errors
     ///
     /// The file system refuses.
-    pub fn take(&self, folder: &Path) -> Result<Option<TempDir>> {
-        let trash = tempfile::tempdir_in(self.trash()).doing("create a directory in", self.trash())?;
-        match fs::rename(folder, trash.path().join(folder.file_name().unwrap_or_default())) {
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            moved => moved.doing("remove", folder).map(|()| Some(trash)),
-        }
+    pub fn take(&self, folder: &Path) -> Result<Option<OsString>> {
+        trash::put(&self.trash(), folder).doing("remove", folder)
+    }
+
+    /// Removes a directory in the trash.
+    ///
+    /// # Errors
+    ///
+    /// The file system refuses.
+    pub fn remove_trash(&self, name: &OsString) -> Result<()> {
+        trash::remove(&self.trash(), name).doing("remove", self.trash().join(name))
     }
 
     /// Removes a directory of a snapshot, on which nothing is mounted, or one in it.
@@ -250,25 +255,27 @@ impl Folders {
     ///
     /// The file system refuses.
     pub fn discard(&self, folder: &Path) -> Result<()> {
-        let Some(trash) = self.take(folder)? else { return Ok(()) };
-        trash.close().doing("remove", folder)
+        match self.take(folder)? {
+            Some(name) => self.remove_trash(&name),
+            None => Ok(()),
+        }
     }
 
-    /// Removes what was being removed when a process was killed; `unmount` is called with each directory before.
+    /// Removes what could not be removed, or was being removed when a process was killed; `unmount` is called with each
+    /// directory before.
     ///
     /// # Errors
     ///
-    /// The file system refuses.
+    /// The file system refuses to remove one of them; the others are removed.
     pub fn empty_trash(&self, unmount: impl Fn(&Path) -> Result<()>) -> Result<()> {
-        let list = |folder: &Path| -> Result<Vec<PathBuf>> {
-            let entries = fs::read_dir(folder).doing("list", folder)?;
-            entries.map(|entry| Ok(entry.doing("list", folder)?.path())).collect()
-        };
-        for path in list(&self.trash())? {
-            list(&path)?.iter().try_for_each(|folder| unmount(folder))?;
-            fs::remove_dir_all(&path).doing("remove", path)?;
+        let trash = self.trash();
+        let mut outcome = Ok(());
+        for entry in fs::read_dir(&trash).doing("list", &trash)? {
+            let name = entry.doing("list", &trash)?.file_name();
+            let removed = unmount(&trash.join(&name)).and_then(|()| self.remove_trash(&name));
+            outcome = outcome.and(removed);
         }
-        Ok(())
+        outcome
     }
 }
 
@@ -314,10 +321,15 @@ mod tests {
         folders.discard(&folders.snapshot(8)).unwrap();
         folders.discard(&folders.snapshot(8)).unwrap();
         assert_eq!(folders.unknown(|id| id == 7).unwrap(), [folders.snapshots().join("new-1")]);
-        fs::create_dir_all(folders.trash().join("left/over")).unwrap();
-        folders
-            .empty_trash(|folder| folder.ends_with("over").then_some(()).ok_or(Error::NotFound("it".into())))
-            .unwrap();
-        assert_eq!(fs::read_dir(folders.trash()).unwrap().count(), 0);
+        for name in ["left/over", "kept", "more"] {
+            fs::create_dir_all(folders.trash().join(name)).unwrap();
+        }
+        let unmount = |folder: &Path| match folder.ends_with("kept") {
+            true => Err(Error::NotFound("it".into())),
+            false => Ok(()),
+        };
+        assert!(folders.empty_trash(unmount).is_err());
+        let left: Vec<_> = fs::read_dir(folders.trash()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["kept"], "one that fails keeps none of the others");
     }
 }

@@ -7,16 +7,18 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, RwLock, RwLockReadGuard};
+use std::sync::{Mutex, RwLock, RwLockReadGuard, TryLockError};
 use std::time::{Duration, SystemTime};
 
 use ferry_image::{
     Algorithm, BuildOptions, BuildReport, Digest, ExclusiveStore, Image, LiveSet, Store, build, merge, told,
 };
-use ferry_vfs::sync::{lock, read, write};
+use ferry_vfs::sync::{lock, read};
+use rustix::fs::{CWD, Mode, OFlags, openat};
+use rustix::io::Errno;
 
 use crate::config::Images;
 use crate::erofs;
@@ -265,7 +267,15 @@ impl Layers {
         incomplete: &BTreeSet<String>,
         needed: impl FnOnce() -> Result<BTreeSet<String>>,
     ) -> Result<()> {
-        let _recording = write(&self.recording);
+        // Who waits for it keeps all others from it, and containerd's database is locked while it commits.
+        let _recording = match self.recording.try_write() {
+            Ok(recording) => recording,
+            Err(TryLockError::Poisoned(recording)) => recording.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                self.note_garbage();
+                return Ok(());
+            }
+        };
         let needed = needed()?;
         let packs: BTreeSet<Digest> =
             needed.union(incomplete).filter_map(|name| Digest::from_hex(Algorithm::Blake3, name.as_bytes())).collect();
@@ -302,11 +312,14 @@ impl Layers {
 pub fn unmount_in(folder: &Path) -> Result<()> {
     ["layer", MERGED].iter().try_for_each(|name| erofs::unmount_all(&folder.join(name)))?;
     let lower = folder.join("lower");
-    let entries = match fs::read_dir(&lower) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        entries => entries.doing("list", &lower)?,
+    // In the trash it may be an image's own, even a symbolic link.
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let opened = match openat(CWD, &lower, flags, Mode::empty()) {
+        Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return Ok(()),
+        opened => opened.doing("open", &lower)?,
     };
-    for entry in entries {
+    let inside = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd()));
+    for entry in fs::read_dir(&inside).doing("list", &lower)? {
         erofs::unmount_all(&entry.doing("list", &lower)?.path())?;
     }
     Ok(())
@@ -381,4 +394,29 @@ fn probe_image(folder: &Path, at: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is removed may be the tree of an image.
+    #[test]
+    fn nothing_is_unmounted_by_way_of_what_an_image_has() {
+        let folder = tempfile::tempdir().unwrap();
+        let lower = folder.path().join("lower");
+        let elsewhere = tempfile::tempdir().unwrap();
+        let mounted = elsewhere.path().join("mounted");
+        fs::create_dir(&mounted).unwrap();
+        let flags = rustix::mount::MountFlags::empty();
+        let is_root = rustix::mount::mount("tmpfs", &mounted, "tmpfs", flags, None).is_ok();
+        std::os::unix::fs::symlink(elsewhere.path(), &lower).unwrap();
+        let unmounted = unmount_in(folder.path());
+        let stays = erofs::is_mount_point(&mounted).unwrap();
+        erofs::unmount_all(&mounted).unwrap();
+        assert!(unmounted.is_ok() && stays == is_root, "{unmounted:?}");
+        fs::remove_file(&lower).unwrap();
+        fs::write(&lower, "").unwrap();
+        unmount_in(folder.path()).unwrap();
+    }
 }

@@ -33,6 +33,7 @@ mod report;
 mod server;
 mod service;
 mod snapshotter;
+mod trash;
 mod usage;
 
 pub use config::{Config, Images, LazyConfig};

@@ -51,7 +51,7 @@ Configuration file, with the defaults:
   merge = true         # one image of all layers below a container; false: overlayfs stacks them
   containerd-root = \"/var/lib/containerd\"
   [lazy]
-  from = [\"*\"]         # whose images start before their layers are here
+  from = []            # whose images start before their layers are downloaded
 
 In /etc/containerd/config.toml:
   [proxy_plugins.ferry]

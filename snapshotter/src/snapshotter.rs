@@ -108,6 +108,7 @@ impl Snapshotter {
         let id = record.id;
         let is_directory = record.image.is_none() && record.remote.is_none();
         if !is_directory {
+            log_failure(self.restore_image(record));
             self.remove_upper(id)?;
         } else if !self.folders.upper(id).exists() {
             tracing::error!("the directory of snapshot {name} is missing: {}", self.folders.upper(id).display());
@@ -423,11 +424,11 @@ impl Snapshotter {
             self.folders.unknown(|id| ids.contains(&id))?.into_iter().map(take).collect::<Result<_>>()
         })?;
         // Removing takes long, and others can change snapshots meanwhile.
-        for trash in unknown.into_iter().flatten() {
+        for name in unknown.into_iter().flatten() {
             tracing::info!("removing a directory without a snapshot");
-            let path = trash.path().to_owned();
-            trash.close().doing("remove", path)?;
+            self.folders.remove_trash(&name)?;
         }
+        log_failure(self.folders.empty_trash(unmount_in));
         let known = || {
             let mut known: Vec<RemoteLayers> = Vec::new();
             self.metadata.for_each(|_, record| {
@@ -481,6 +482,21 @@ impl Snapshotter {
         })?;
         counts.store_bytes = u64::try_from(usage::of(&self.folders.store())?.bytes).unwrap_or(0);
         Ok(counts)
+    }
+
+    /// Gives a layer its image back: after a power failure the record can be there without the file's second name.
+    fn restore_image(&self, record: &Record) -> Result<()> {
+        let (Some(image), path) = (&record.image, self.folders.image(record.id)) else { return Ok(()) };
+        if path.exists() {
+            return Ok(());
+        }
+        match self.layers.applied(record.id)? {
+            Some(applied) if applied.image.digest == image.digest => {
+                let applied = self.folders.applied(record.id);
+                fs::rename(&applied, &path).doing("rename", applied)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Removes the directory that an image has replaced.

@@ -1,58 +1,107 @@
 //! The space that a directory takes.
 
 use std::collections::HashSet;
-use std::fs;
-use std::io::{self, ErrorKind};
-use std::os::unix::fs::MetadataExt;
+use std::ffi::CString;
 use std::path::Path;
 
-use crate::error::{IoContext, Result};
+use rustix::fd::OwnedFd;
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, Stat, openat, statat};
+use rustix::io::Errno;
+
+use crate::error::{Error, IoContext, Result};
 use crate::metadata::Usage;
 
 /// The size of a block in `stat`.
 const BLOCK_BYTES: u64 = 512;
+/// The maximum depth: each level takes a descriptor.
+const DEPTH_MAX: usize = 4096;
 
-/// Counts the inodes and blocks of a directory and everything in it; those with several names once. Files may come and go meanwhile.
+/// A directory, and those in it that are not counted yet.
+type Level = (OwnedFd, Vec<CString>);
+
+/// What was counted.
+#[derive(Debug, Default)]
+struct Count {
+    linked: HashSet<(u64, u64)>,
+    blocks: u64,
+    inodes: u64,
+}
+
+impl Count {
+    fn add(&mut self, found: &Stat) {
+        let mut is_first = || self.linked.insert((found.st_dev, found.st_ino));
+        if is_directory(found) || found.st_nlink == 1 || is_first() {
+            self.blocks += u64::try_from(found.st_blocks).unwrap_or_default();
+            self.inodes += 1;
+        }
+    }
+
+    /// Counts the entries of a directory; `None`: it is gone, or is no directory any more.
+    fn open(&mut self, at: &OwnedFd, name: &CString) -> rustix::io::Result<Option<Level>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let folder = match openat(at, name, flags, Mode::empty()) {
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return Ok(None),
+            opened => opened?,
+        };
+        let mut below = Vec::new();
+        for entry in Dir::read_from(&folder)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            if matches!(name.to_bytes(), b"." | b"..") {
+                continue;
+            }
+            match statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+                Err(Errno::NOENT) => continue,
+                found => {
+                    let found = found?;
+                    self.add(&found);
+                    if is_directory(&found) {
+                        below.push(name.to_owned());
+                    }
+                }
+            }
+        }
+        Ok(Some((folder, below)))
+    }
+}
+
+fn is_directory(found: &Stat) -> bool {
+    FileType::from_raw_mode(found.st_mode) == FileType::Directory
+}
+
+/// Counts the inodes and blocks of a directory and everything in it; those with several names once. A container may change it
+/// meanwhile: no symbolic link is followed.
 ///
 /// # Errors
 ///
-/// Something cannot be listed.
+/// Something cannot be listed, or is more than 4096 directories deep.
 pub fn of(root: &Path) -> Result<Usage> {
-    let mut linked = HashSet::new();
-    let (mut blocks, mut inodes) = (0_u64, 0_u64);
-    let mut count = |found: &fs::Metadata| {
-        if found.is_dir() || found.nlink() == 1 || linked.insert((found.dev(), found.ino())) {
-            blocks += found.blocks();
-            inodes += 1;
-        }
-    };
-    count(&fs::symlink_metadata(root).doing("inspect", root)?);
-    let mut left = vec![root.to_owned()];
-    while let Some(folder) = left.pop() {
-        let Some(entries) = present(fs::read_dir(&folder)).doing("list", &folder)? else { continue };
-        for entry in entries {
-            let entry = entry.doing("list", &folder)?;
-            let Some(found) = present(entry.metadata()).doing("inspect", entry.path())? else { continue };
-            count(&found);
-            if found.is_dir() {
-                left.push(entry.path());
+    let mut count = Count::default();
+    let here = openat(CWD, root, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+    let here = here.doing("inspect", root)?;
+    count.add(&rustix::fs::fstat(&here).doing("inspect", root)?);
+    let mut levels: Vec<Level> = vec![(here, vec![c".".to_owned()])];
+    while let Some((folder, below)) = levels.last_mut() {
+        let Some(name) = below.pop() else {
+            levels.pop();
+            continue;
+        };
+        if let Some(level) = count.open(folder, &name).doing("list", root)? {
+            if levels.len() > DEPTH_MAX {
+                let why = format!("{} has more than {DEPTH_MAX} directories one in another", root.display());
+                return Err(Error::FailedPrecondition(why));
             }
+            levels.push(level);
         }
     }
-    let bytes = blocks.saturating_mul(BLOCK_BYTES);
-    Ok(Usage { bytes: i64::try_from(bytes).unwrap_or(i64::MAX), inodes: i64::try_from(inodes).unwrap_or(i64::MAX) })
-}
-
-/// Returns nothing for a file that is gone.
-fn present<T>(found: io::Result<T>) -> io::Result<Option<T>> {
-    match found {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        found => found.map(Some),
-    }
+    let bytes = count.blocks.saturating_mul(BLOCK_BYTES);
+    let inodes = i64::try_from(count.inodes).unwrap_or(i64::MAX);
+    Ok(Usage { bytes: i64::try_from(bytes).unwrap_or(i64::MAX), inodes })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::symlink;
 
     use super::*;

@@ -273,13 +273,18 @@ mod with {
         let Counts { requests, .. } = remote.counts();
         if args.json {
             let answer = json!({"digest": digest.to_string(), "manifest": format!("sha256:{manifest}"),
-                "subject": format!("sha256:{subject}"), "new_bytes": sent_bytes, "requests": requests});
+                "subject": format!("sha256:{subject}"), "new_bytes": sent_bytes, "requests": requests,
+                "proved": sent_bytes.is_some()});
             return print(format!("{answer}\n"));
         }
-        match sent_bytes {
-            Some(bytes) => eprintln!("ferry: {bytes} bytes were sent; the manifest is sha256:{manifest}"),
-            None => eprintln!("ferry: it was converted before; the manifest is sha256:{manifest}"),
-        }
+        let Some(bytes) = sent_bytes else {
+            eprintln!(
+                "ferry: it was converted before; the manifest is sha256:{manifest}. The registry says that its digest is {digest}, which \
+                 nothing proves: everybody who may push to the repository can say so"
+            );
+            return Ok(());
+        };
+        eprintln!("ferry: {bytes} bytes were sent; the manifest is sha256:{manifest}");
         print(format!("{digest}\n"))
     }
 

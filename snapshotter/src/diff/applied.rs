@@ -3,7 +3,7 @@
 //! The file is all there is to know, so a restart loses nothing. Its packs are needed while it exists.
 
 use std::collections::HashSet;
-use std::fs;
+use std::fs::{self, File};
 use std::io::ErrorKind;
 
 use ferry_image::{Image, walk};
@@ -60,6 +60,9 @@ impl Layers {
         self.remove_image(id)?;
         let path = self.folders.image(id);
         fs::hard_link(self.folders.applied(id), &path).doing("create", path)?;
+        // The record says soon that it is there, and the other name goes.
+        let folder = self.folders.snapshot(id);
+        File::open(&folder).and_then(|folder| folder.sync_all()).doing("sync", folder)?;
         let mounted = self.mount(id, image);
         if mounted.is_err() {
             self.undo(id);

@@ -15,13 +15,25 @@ use crate::error::{IoContext, Result};
 /// The maximum size of all names of attributes, and of a value, in bytes, as in the kernel.
 const XATTR_BYTES_MAX: usize = 64 << 10;
 
+/// How often a path is resolved again.
+const TRIES_MAX: usize = 1000;
+
 /// Returns a directory of layers, nearest first.
 pub(super) fn find(layers: &[PathBuf], path: &Path) -> Result<Option<LowerDirectory>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     for layer in layers {
         let root = openat(CWD, layer, flags, Mode::empty()).doing("open", layer)?;
         let inside = if path.as_os_str().is_empty() { Path::new(".") } else { path };
-        match openat2(&root, inside, flags, Mode::empty(), ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS) {
+        let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+        let mut tries = 0..TRIES_MAX;
+        let opened = loop {
+            // Something was renamed or mounted anywhere on this host while `..` was resolved.
+            match openat2(&root, inside, flags, Mode::empty(), resolve) {
+                Err(Errno::AGAIN) if tries.next().is_some() => {}
+                opened => break opened,
+            }
+        };
+        match opened {
             Ok(found) => return describe(&found).doing("inspect", layer.join(path)).map(Some),
             Err(Errno::NOENT) => {}
             // Something else has the name there, such as a whiteout.

@@ -196,7 +196,7 @@ impl Lazy {
         let start = move || {
             let trusts_converted = includes(&lazy.config.converted_from, &request.repository);
             let options = LazyOptions { layers: None, trusts_converted };
-            let image = lazy.pull(&request.reference, options, Some(ATTEMPTS));
+            let image = lazy.pull(&request.reference, options);
             let mounted = image.and_then(|image| {
                 lazy.mount(&key(&image.container.to_string(), image.covers))?;
                 Ok(image)
@@ -213,13 +213,11 @@ impl Lazy {
     }
 
     /// Fetches the metadata of an image, and gives it its place.
-    fn pull(&self, reference: &str, options: LazyOptions, attempts: Option<u32>) -> Result<LazyImage> {
+    fn pull(&self, reference: &str, options: LazyOptions) -> Result<LazyImage> {
         let failed = |error: ferry_registry::Error| Error::Lazy { image: reference.into(), reason: told(&error) };
         let mut how = Options { hosts: self.config.hosts.clone(), ..Options::default() };
         how.credentials.clone_from(&self.config.credentials);
-        if let Some(attempts) = attempts {
-            (how.patience, how.attempts_max) = (PATIENCE, attempts);
-        }
+        (how.patience, how.attempts_max) = (PATIENCE, ATTEMPTS);
         let parsed: Reference = reference.parse().map_err(failed)?;
         let remote = Arc::new(Remote::open(&parsed, Client::new(how)).map_err(failed)?);
         let _pulling = read(&self.pulling);
@@ -289,7 +287,7 @@ impl Lazy {
             // Another image is based on some of the layers only.
             let trusts_converted = includes(&self.config.converted_from, repository_of(&remote.container));
             let options = LazyOptions { layers: Some(remote.layers as usize), trusts_converted };
-            self.pull(&remote.container, options, None)?;
+            self.pull(&remote.container, options)?;
         }
         self.mount(&key)
     }

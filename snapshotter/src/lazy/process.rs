@@ -106,21 +106,24 @@ pub fn mount(config: &LazyConfig, job: &Job<'_>, ended: impl FnOnce() + Send + '
     let before = mount_id(job.at)?;
     let mut child = command.spawn().map_err(|error| failed(format!("cannot start {}: {error}", program.display())))?;
     let named = started(child.id()).unwrap_or_default();
-    fs::write(job.process, format!("{} {named}", child.id())).doing("write to", job.process)?;
     let end = Instant::now() + MOUNT_TIME;
-    let outcome = loop {
-        let status = child.try_wait().doing("wait for", &program)?;
-        if matches!(mounted(job.at)?, Mounted::Erofs | Mounted::Fuse) && mount_id(job.at)? != before {
-            break Ok(());
+    let mut wait = || {
+        fs::write(job.process, format!("{} {named}", child.id())).doing("write to", job.process)?;
+        loop {
+            let status = child.try_wait().doing("wait for", &program)?;
+            if matches!(mounted(job.at)?, Mounted::Erofs | Mounted::Fuse) && mount_id(job.at)? != before {
+                return Ok(());
+            }
+            if let Some(status) = status {
+                return Err(failed(format!("{} ended with {status}; the log has its reason", program.display())));
+            }
+            if Instant::now() > end {
+                return Err(failed(format!("it was not mounted after {} s", MOUNT_TIME.as_secs())));
+            }
+            thread::sleep(TICK);
         }
-        if let Some(status) = status {
-            break Err(failed(format!("{} ended with {status}; the log has its reason", program.display())));
-        }
-        if Instant::now() > end {
-            break Err(failed(format!("it was not mounted after {} s", MOUNT_TIME.as_secs())));
-        }
-        thread::sleep(TICK);
     };
+    let outcome = wait();
     if outcome.is_err() {
         let _ = child.kill();
     }
@@ -222,5 +225,26 @@ mod tests {
             assert!(error.contains(expected) && error.contains("oci:h/a:1"), "{error}");
         }
         assert_eq!(mounted(at).unwrap(), Mounted::Nothing);
+    }
+
+    /// As on a full disk: nobody could find the process later.
+    #[test]
+    fn a_process_that_cannot_be_recorded_is_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path();
+        let (program, own) = (at.join("program"), at.join("own"));
+        fs::write(&program, format!("#!/bin/sh\necho $$ >{}; exec sleep 600\n", own.display())).unwrap();
+        fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let process = at.join("no/such/folder");
+        let job = Job { image: at, digest: "d", store: at, from: "oci:h/a:1", manifest: at, at, process: &process };
+        let config = LazyConfig { program: Some(program), ..LazyConfig::default() };
+        mount(&config, &job, || panic!("it was not mounted")).unwrap_err();
+        // It may have been ended before it said who it is.
+        let pid = fs::read_to_string(&own).ok().and_then(|text| text.trim().parse().ok());
+        let end = Instant::now() + Duration::from_secs(60);
+        while pid.is_some_and(|pid: u32| started(pid).is_some()) {
+            assert!(Instant::now() < end, "it goes on");
+            thread::sleep(TICK);
+        }
     }
 }

@@ -53,7 +53,7 @@ impl Node {
         let busybox = cache.uml().expect("it can be fetched").busybox;
         let skopeo = cache.skopeo().expect("it can be fetched");
         let server = Server::start_with("auto", |root| {
-            let more = format!("[lazy]\njobs = 0\nprogram = {:?}\nhosts = [\"certs.d\"]\n", ferry());
+            let more = format!("[lazy]\nfrom = [\"*\"]\njobs = 0\nprogram = {:?}\nhosts = [\"certs.d\"]\n", ferry());
             fs::write(root.with_file_name("more.toml"), more).expect("it can be written");
         });
         let folder = server.folder.path().to_owned();

@@ -311,7 +311,7 @@ fn a_silent_registry_or_a_missing_program_delays_a_pull_and_no_more() {
 
     let mut place = Place::new(layers(Format::Estargz));
     place.server.stop();
-    place.server.configure("[lazy]\nprogram = \"/nowhere/ferry\"\n");
+    place.server.configure("[lazy]\nfrom = [\"*\"]\nprogram = \"/nowhere/ferry\"\n");
     let mut client = place.server.start_again();
     assert!(place.prepare(&mut client, 0, "", place.labels(0)).is_err());
 }
@@ -325,6 +325,12 @@ fn only_the_layer_that_containerd_means_is_used() {
     let mut place = Place::configured(layers(Format::Estargz), 0, "from = [\"127.0.0.1\", \"other.example/a\"]\n");
     let mut client = place.server.client();
     assert!(place.prepare(&mut client, 0, "", place.labels(0)).is_err(), "another port is another registry");
+    assert_eq!(place.fake.requests().len(), 0);
+    place.server.stop();
+    // By default no image starts so.
+    place.server.configure(&format!("[lazy]\nprogram = {:?}\n", ferry()));
+    let mut client = place.server.start_again();
+    assert!(place.prepare(&mut client, 0, "", place.labels(0)).is_err(), "nobody has listed it");
     assert_eq!(place.fake.requests().len(), 0);
     place.server.stop();
     let from = format!("[lazy]\njobs = 0\nprogram = {:?}\nfrom = [\"{}/os\"]\n", ferry(), place.fake.address);
@@ -466,7 +472,9 @@ fn converted_images_are_used_from_repositories_that_are_trusted() {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         place.server.stop();
         let trusted = if is_trusted { format!("{:?}", place.fake.address.to_string()) } else { String::new() };
-        place.server.configure(&format!("[lazy]\njobs = 0\nprogram = {:?}\nconverted-from = [{trusted}]\n", ferry()));
+        let config =
+            format!("[lazy]\nfrom = [\"*\"]\njobs = 0\nprogram = {:?}\nconverted-from = [{trusted}]\n", ferry());
+        place.server.configure(&config);
         let mut client = place.server.start_again();
         if !is_trusted {
             assert!(place.prepare(&mut client, 0, "", place.labels(0)).is_err());

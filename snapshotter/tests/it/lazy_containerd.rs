@@ -58,7 +58,7 @@ impl Place {
         let (programs, skopeo) =
             (cache.containerd().expect("it can be fetched"), cache.skopeo().expect("it can be fetched"));
         let mut server = Server::start_with("auto", |root| {
-            let more = format!("[lazy]\njobs = 0\nprogram = {:?}\nhosts = [\"certs.d\"]\n", ferry());
+            let more = format!("[lazy]\nfrom = [\"*\"]\njobs = 0\nprogram = {:?}\nhosts = [\"certs.d\"]\n", ferry());
             fs::write(root.with_file_name("more.toml"), more).expect("it can be written");
         });
         drop(server.client());

@@ -294,7 +294,11 @@ fn lists_are_stored_beside_images_for_other_machines() {
         place.pull(&mut client);
         assert_eq!(first(&place).0, 1, "it is not asked for");
         place.server.stop();
-        let config = format!("[lazy]\njobs = 1\nprogram = {:?}\ntraces-from = [\"{}\"]\n", ferry(), place.fake.address);
+        let config = format!(
+            "[lazy]\nfrom = [\"*\"]\njobs = 1\nprogram = {:?}\ntraces-from = [\"{}\"]\n",
+            ferry(),
+            place.fake.address
+        );
         place.server.configure(&config);
         let mut client = place.server.start_again();
         remove(&mut place);

@@ -88,7 +88,8 @@ impl Place {
     pub fn configured(layers: Vec<Layer>, jobs: u16, more: &str) -> Self {
         let fake = Arc::new(Fake::start());
         let mut server = Server::start_with("never", |root| {
-            let more = format!("[lazy]\njobs = {jobs}\nprogram = {:?}\nhosts = [\"certs.d\"]\n{more}", ferry());
+            let from = if more.starts_with("from") { "" } else { "from = [\"*\"]\n" };
+            let more = format!("[lazy]\njobs = {jobs}\nprogram = {:?}\nhosts = [\"certs.d\"]\n{from}{more}", ferry());
             fs::write(root.with_file_name("more.toml"), more).unwrap();
         });
         drop(server.client());

@@ -140,7 +140,8 @@ impl System {
             Self::Layers | Self::Stacked | Self::Estargz | Self::Prepared => {
                 let more = match self {
                     Self::Stacked => "merge = false\n",
-                    Self::Prepared => "[lazy]\nconverted-from = [\"*\"]\n",
+                    Self::Estargz => "[lazy]\nfrom = [\"*\"]\n",
+                    Self::Prepared => "[lazy]\nfrom = [\"*\"]\nconverted-from = [\"*\"]\n",
                     _ => "",
                 };
                 let text = format!("containerd-root = {:?}\n{more}", folder.join("containerd"));

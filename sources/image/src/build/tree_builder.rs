@@ -81,7 +81,7 @@ pub(crate) fn names_of(path: &[u8]) -> Result<Vec<Name<'_>>, Refusal> {
 }
 
 fn name_of(part: &[u8]) -> Result<Name<'_>, Refusal> {
-    Name::new(part).map_err(|error| format!("{} is no name ({error})", part.escape_ascii()))
+    Name::new(part).map_err(|error| format!("{} is not a valid name ({error})", part.escape_ascii()))
 }
 
 fn too_deep() -> Refusal {

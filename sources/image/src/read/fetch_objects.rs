@@ -19,7 +19,7 @@ use crate::read::fetch_locks::{FetchLock, Progress};
 use crate::read::missing_objects::MissingObjects;
 use crate::read::object_files::Files;
 use crate::read::singleflight::{Claim, FetchAction, FetchableSet, ObjectSet};
-use crate::store::fetch::RUN_BYTES_MAX;
+use crate::store::fetch::{RUN_BYTES_MAX, SERVERS_MAX};
 use crate::store::file_objects::FileObject;
 use crate::store::new_file::{NEW_PREFIX, NewFile};
 use crate::store::new_objects::{NewObjects, freshen};
@@ -171,10 +171,26 @@ impl Files {
         Some((lock, run))
     }
 
-    /// Fetches adjacent objects with one request.
+    /// Fetches adjacent objects with one request for each server that is asked.
     fn receive(&self, absent: &MissingObjects, claim: &Claim<'_>, run: Range<usize>) -> Result<(), ObjectError> {
+        let mut left = Some(run);
+        for server in 1.. {
+            let Some(run) = left.take() else { break };
+            left = self.receive_from(absent, claim, run, server < SERVERS_MAX)?;
+        }
+        Ok(())
+    }
+
+    /// Fetches adjacent objects with one request; returns those that another server may have undamaged.
+    fn receive_from(
+        &self,
+        absent: &MissingObjects,
+        claim: &Claim<'_>,
+        run: Range<usize>,
+        may_ask_another: bool,
+    ) -> Result<Option<Range<usize>>, ObjectError> {
         let keep = |error: Error| ObjectError::Keep { pack: absent.image, source: of_store(error) };
-        let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
+        let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(None) };
         let mut receiver = Receiver::begin(self, absent, run.clone()).map_err(keep)?;
         let from = absent.begins[run.start] + receiver.had_bytes();
         let end = absent.begins[run.end - 1] + absent.objects[run.end - 1].bytes;
@@ -182,8 +198,9 @@ impl Files {
         let fetched = if from < end {
             absent.missing.from.read(absent.image, from..end, &mut |bytes| {
                 receiver.take(bytes).map_err(|bad| {
+                    let kind = if bad.is_of_object() { io::ErrorKind::InvalidData } else { io::ErrorKind::Other };
                     wrong = Some(bad);
-                    io::Error::other("not what was asked for")
+                    io::Error::new(kind, "not what was asked for")
                 })
             })
         } else {
@@ -192,13 +209,17 @@ impl Files {
         let current = receiver.current();
         let (new, came_to, of_empty) = receiver.finish();
         let outcome = match (wrong, fetched) {
+            (Some(bad), Err(error)) if error.kind() == io::ErrorKind::Interrupted && may_ask_another => {
+                tracing::debug!("{bad}: another server is asked");
+                Ok(Some(came_to..run.end))
+            }
             (Some(bad), _) => Err(bad),
             (None, Err(source)) => Err(ObjectError::Fetch { pack: absent.image, digest: current, source }),
             (None, Ok(())) if of_empty.is_ok() && came_to < run.end => {
                 let source = io::ErrorKind::UnexpectedEof.into();
                 Err(ObjectError::Fetch { pack: absent.image, digest: current, source })
             }
-            (None, Ok(())) => of_empty,
+            (None, Ok(())) => of_empty.map(|()| None),
         };
         // Complete objects are kept, whatever became of the rest.
         let fetched_bytes = new.new_bytes;
@@ -209,7 +230,7 @@ impl Files {
             (run.start..came_to).for_each(|at| absent.here[at].store(true, Ordering::Release));
             claim.tell();
         });
-        outcome.and(published).inspect_err(|bad| tracing::debug!("{bad}"))
+        outcome.and_then(|left| published.map(|()| left)).inspect_err(|bad| tracing::debug!("{bad}"))
     }
 }
 

@@ -100,8 +100,9 @@ fn index(common: &PartialPacks, wanted: &PackRef) -> Result<Index> {
 /// objects are evicted. `None` if it is used in the other way, here or elsewhere.
 fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
     for _ in 0..OPEN_TRIES_MAX {
-        let file =
-            File::options().read(true).write(true).create(true).truncate(false).open(path).doing("open", path)?;
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(false);
+        let file = layout::lockable(&mut options, path).doing("open", path)?;
         let lock = if alone { FlockOperation::NonBlockingLockExclusive } else { FlockOperation::NonBlockingLockShared };
         match rustix::fs::flock(&file, lock) {
             Err(Errno::WOULDBLOCK) => return Ok(None),
@@ -130,14 +131,18 @@ pub(crate) fn complete(pack: &Pack, common: &PartialPacks) -> Result<()> {
     };
     let is_whole = || if is_ours(&name) && index.exists() { Progress::Done } else { Progress::Of(0) };
     let Some(_lock) = common.locks.take(pack.index.pack, WHOLE, is_whole) else { return Ok(()) };
+    // A collection of garbage would remove what has no name yet.
+    let _store = Store::open(&common.store)?;
+    // First what can fail for want of room: a pack without an index would be fetched again.
+    let mut new = NewFile::begin(&folder)?;
+    new.file.write_all(&pack.index.to_bytes()).doing("write to", &*new.path)?;
+    new.file.sync_all().doing("sync", &*new.path)?;
     pack.file.sync_all().doing("sync", &part)?;
     pack.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &part)?;
     // The name may belong to another process's new file: then this one is already complete under its final name.
     if is_ours(&part) || !name.exists() {
         fs::rename(&part, &name).doing("make", &name)?;
     }
-    let mut new = NewFile::begin(&folder)?;
-    new.file.write_all(&pack.index.to_bytes()).doing("write to", &*new.path)?;
     new.keep(&index)?;
     let rest = at(&format!("{PART_SUFFIX}{INDEX_SUFFIX}"));
     match fs::remove_file(&rest) {

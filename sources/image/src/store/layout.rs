@@ -1,8 +1,9 @@
 //! The names and paths of the files in a store.
 
 use std::collections::HashSet;
-use std::fs::{self, File};
-use std::io::Read;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::format::digest::Digest;
@@ -22,6 +23,19 @@ pub(crate) const DAMAGED_SUFFIX: &str = ".damaged";
 /// Returns the path of the store's lock.
 pub(crate) fn lock_path(folder: &Path) -> PathBuf {
     folder.join("lock")
+}
+
+/// Opens a file that processes lock. If it is made, only those can open it who can write to its folder: a lock of somebody else would
+/// hold up everybody.
+pub(crate) fn lockable(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    let writers = fs::metadata(path.parent().unwrap_or(Path::new(".")))?.mode() & 0o022;
+    let mode = 0o600 | writers | writers << 1;
+    let file = options.mode(mode).open(path)?;
+    // One of an earlier version; or without a permission that the umask has taken.
+    if file.metadata()?.mode() & 0o777 != mode {
+        let _ = file.set_permissions(fs::Permissions::from_mode(mode));
+    }
+    Ok(file)
 }
 
 pub(crate) fn packs_folder(folder: &Path) -> PathBuf {

@@ -29,7 +29,7 @@ use crate::format::image::Image;
 use crate::format::index::{Index, pack_name};
 use crate::format::layer_index::LayerBlob;
 use crate::store::layout::{
-    DAMAGED_SUFFIX, INDEX_SUFFIX, Listing, PART_SUFFIX, index_path, is_whole, lock_path, packs_folder, read_index,
+    self, DAMAGED_SUFFIX, INDEX_SUFFIX, Listing, PART_SUFFIX, index_path, is_whole, lock_path, packs_folder, read_index,
 };
 use crate::store::object_list;
 use crate::store::places::StorePlaces;
@@ -74,7 +74,8 @@ impl Store {
         let path = lock_path(folder);
         is_store(folder)?;
         // A read-only store is usable; one without a lock file never was writable, so nobody removes its packs.
-        let lock = match File::options().create(true).append(true).open(&path).or_else(|_| File::open(&path)) {
+        let made = layout::lockable(File::options().create(true).append(true), &path);
+        let lock = match made.or_else(|_| File::open(&path)) {
             Ok(file) => file,
             Err(_) => File::open(folder).doing("open", folder)?,
         };

@@ -28,7 +28,7 @@ use crate::format::error::{Error, IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::look_at_object;
 use crate::format::index::{Index, Object};
-use crate::store::fetch::Fetch;
+use crate::store::fetch::{Fetch, SERVERS_MAX};
 use crate::store::file_objects::remove_damaged;
 use crate::store::layout::noted;
 use crate::store::new_file::{self, NewFile};
@@ -251,11 +251,23 @@ impl Sources<'_> {
                 return Some(memory);
             }
         }
-        match fetch(self.from?, index, object) {
-            Ok(came) if object.proves(&came) => return Some(came),
-            Ok(_) => self.fail(object, io::Error::other("it came damaged")),
+        let from = self.from?;
+        let mut came = fetch(from, index, object);
+        for _ in 1..SERVERS_MAX {
+            // A server that sent something damaged is left out.
+            if !came.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {
+                break;
+            }
+            came = fetch(from, index, object);
+        }
+        match came {
+            Ok(came) => return Some(came),
             Err(error) => {
-                if !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) {
+                let is_of_object = matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied | io::ErrorKind::InvalidData
+                );
+                if !is_of_object {
                     self.from = None;
                 }
                 self.fail(object, error);
@@ -276,7 +288,7 @@ impl Sources<'_> {
     }
 }
 
-/// Fetches the bytes of an object.
+/// Fetches the bytes of an object, which are proved.
 fn fetch(from: &dyn Fetch, index: &Index, object: &Object) -> io::Result<Vec<u8>> {
     let mut came = Vec::new();
     layer_fetch::read(from, index, object.begin()..object.end(), &mut |bytes| {
@@ -284,9 +296,15 @@ fn fetch(from: &dyn Fetch, index: &Index, object: &Object) -> io::Result<Vec<u8>
             return Err(io::Error::other("more than was asked for"));
         }
         came.extend_from_slice(bytes);
+        if came.len() as u64 == object.bytes && !object.proves(&came) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "it came damaged"));
+        }
         Ok(())
     })?;
-    Ok(came)
+    match object.proves(&came) {
+        true => Ok(came),
+        false => Err(io::Error::new(io::ErrorKind::InvalidData, "it came damaged")),
+    }
 }
 
 /// Returns whether the kernel verifies a pack by another fs-verity digest than that in its index.

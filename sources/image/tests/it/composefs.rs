@@ -165,17 +165,17 @@ fn dump_files_that_mean_nothing_are_refused() {
     let lines = |rest: &str| format!("{root}\n{rest}\n");
     for (expected, text) in [
         ("its directory is not there", format!("/a {file}\n")),
-        ("no directory", lines("").replace("40755", "100644")),
+        ("not a directory", lines("").replace("40755", "100644")),
         ("a root already", lines(root)),
         ("empty path", lines("")),
-        ("is no name", lines(&format!("/. {file}"))),
-        ("is no name", lines(&format!("/a/../b {file}"))),
-        ("is no name", lines(&format!("/a\\x00b {file}"))),
+        ("is not a valid name", lines(&format!("/. {file}"))),
+        ("is not a valid name", lines(&format!("/a/../b {file}"))),
+        ("is not a valid name", lines(&format!("/a\\x00b {file}"))),
         ("ends with a slash", lines(&format!("/a/ {file}"))),
-        ("is no name", lines(&format!("/{} {file}", "n".repeat(256)))),
+        ("is not a valid name", lines(&format!("/{} {file}", "n".repeat(256)))),
         ("there already", lines(&format!("/a {file}\n/a {file}"))),
         ("its directory is not there", lines(&format!("/a/b {file}"))),
-        ("no directory", lines(&format!("/a {file}\n/a/b {file}"))),
+        ("not a directory", lines(&format!("/a {file}\n/a/b {file}"))),
         ("no valid file type", lines("/a 0 644 1 0 0 0 1.0 - - -")),
         ("octal", lines("/a 0 1100644 1 0 0 0 1.0 - - -")),
         ("hard link to a directory", lines("/d 0 40755 2 0 0 0 1.0 - - -\n/a 0 @40755 1 0 0 0 1.0 /d - -")),
@@ -209,8 +209,8 @@ fn dump_files_that_mean_nothing_are_refused() {
         ("unknown escape", lines(&format!("/a\\q {file}"))),
         ("unknown escape", lines(&format!("/a\\x1 {file}"))),
         ("longer than 1 MiB", format!("{root} user.a={}", "a".repeat(2 << 20))),
-        ("no directory, tar archive", "a".into()),
-        ("no directory, tar archive", String::new()),
+        ("not a directory, tar archive", "a".into()),
+        ("not a directory, tar archive", String::new()),
     ] {
         fs::write(&dump, &text).expect("files can be made");
         let said = built(&bench, &dump, "ours", None).map(drop).expect_err(expected).to_string();

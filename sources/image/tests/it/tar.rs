@@ -198,7 +198,7 @@ fn hostile_archives_are_refused() {
         ("is not a number", vec![sized("a", "0000000000x\0", b'0')]),
         ("cut off", vec![plain("name", b'L', b"long\0")]),
         ("no name", vec![plain("", b'0', b"")]),
-        ("is no name", vec![plain("long", b'L', &[b'n'; 300]), plain("b", b'0', b"")]),
+        ("is not a valid name", vec![plain("long", b'L', &[b'n'; 300]), plain("b", b'0', b"")]),
         (
             "does not fit in 12 and 20 bits",
             vec![member("a", b'3', b"", |header| header[329..337].copy_from_slice(b"7777777\0"))],
