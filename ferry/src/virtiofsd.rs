@@ -474,7 +474,7 @@ mod tests {
             ("--shared-dir /d --socket-path /s -o nonsense", "nonsense: there is no such option"),
             ("--shared-dir /d --socket-path /s -o cache=some", "cache=some: there is no such value"),
             ("--shared-dir /d --socket-path /s -o source", "needs a value"),
-            ("--shared-dir /d --socket-path /s -o modcaps=all", "no list of capabilities"),
+            ("--shared-dir /d --socket-path /s -o modcaps=all", "not a list of capabilities"),
             ("--shared-dir /d --socket-path /s --sandbox=jail", "jail"),
             ("--shared-dir /d --socket-path /s --uid-map 0:1:2", "is not a map"),
             ("--shared-dir /d --socket-path /s --uid-map :0:x:2:", "is not a map"),

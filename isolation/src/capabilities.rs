@@ -166,7 +166,7 @@ mod tests {
         }
         for list in ["", "chown", "+", "-", "+nonsense", "+chown:", "+chown,-fowner", "é", "+cap_"] {
             let error = server.modified(list).expect_err(list).to_string();
-            assert!(error.contains("no list of capabilities"), "{error}");
+            assert!(error.contains("not a list of capabilities"), "{error}");
         }
     }
 

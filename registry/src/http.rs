@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ureq::http::{HeaderValue, Method, header};
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
@@ -43,6 +43,8 @@ pub struct Options {
     pub plain_http: bool,
     /// How long a server may be silent.
     pub patience: Duration,
+    /// When requests end that are under way, and are not tried again; `None`: each has a time by its length.
+    pub deadline: Option<Instant>,
     /// The maximum number of concurrent requests; further ones wait. At least 1.
     pub requests_max: usize,
     /// How often a request is tried. At least 1.
@@ -60,6 +62,7 @@ impl Default for Options {
         Self {
             plain_http: false,
             patience: Duration::from_secs(30),
+            deadline: None,
             requests_max: IDLE_MAX,
             attempts_max: ATTEMPTS_MAX,
             hosts: Vec::new(),
@@ -361,6 +364,8 @@ impl Client {
         };
         let sent = upload.as_ref().map_or(0, |upload| upload.bytes);
         let time = self.options.patience + Duration::from_secs((request.bytes + sent) / SPEED_MIN);
+        let left = self.options.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let time = left.map_or(time, |left| left.min(time));
         let mut builder = ureq::http::Request::builder().method(request.method.clone()).uri(request.url.as_str());
         for (name, value) in &request.headers {
             builder = builder.header(name, value);
@@ -392,12 +397,13 @@ impl Client {
     /// and none inside another attempt, so the maximum of concurrent requests holds. A pausing thread holds no slot.
     pub(crate) fn retry<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         let mut attempts = 1;
+        let is_over = || self.options.deadline.is_some_and(|deadline| deadline <= Instant::now());
         loop {
             let slot = self.slots.enter(self.options.requests_max);
             let outcome = attempt();
             drop(slot);
             match outcome {
-                Err(error) if error.is_transient() && attempts < self.options.attempts_max => {
+                Err(error) if error.is_transient() && attempts < self.options.attempts_max && !is_over() => {
                     tracing::debug!("{error}: the request is retried");
                     thread::sleep(pause(attempts, error.retry_after()));
                     attempts += 1;

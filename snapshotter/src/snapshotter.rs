@@ -91,7 +91,7 @@ impl Snapshotter {
         let (containerd_root, merges) = (config.containerd_root.clone(), config.merge);
         let snapshotter = Self { metadata, folders, layers, merges, lazy, keys, containerd_root, metrics };
         snapshotter.finish_interrupted()?;
-        snapshotter.cleanup()?;
+        log_failure(snapshotter.cleanup());
         snapshotter.lazy.revive();
         Ok(snapshotter)
     }

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use ferry_fuse::Mounted;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 /// The shortest part of a container's name that may stand for it.
 const PREFIX_BYTES_MIN: usize = 8;
@@ -73,6 +74,16 @@ impl Container {
         Ok(mounts.iter().filter_map(upper).collect())
     }
 
+    /// Whether processes run in it: its root directory is theirs.
+    pub fn has_processes(&self) -> bool {
+        let Some(root) = directory(&self.at) else { return false };
+        let is_process = |name: &OsStr| name.as_bytes().iter().all(u8::is_ascii_digit);
+        let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+        processes
+            .filter(|entry| is_process(&entry.file_name()))
+            .any(|entry| directory(&entry.path().join("root")) == Some(root))
+    }
+
     /// Whether its mount is still there.
     pub fn is_mounted(&self) -> bool {
         Mounted::all().is_ok_and(|mounts| mounts.iter().any(|mount| mount.id == self.id && mount.at == self.at))
@@ -91,6 +102,12 @@ impl Table {
     pub fn changes(&self, time: &Timespec) -> bool {
         poll(&mut [PollFd::new(&self.0, PollFlags::PRI)], Some(time)).is_ok_and(|count| count > 0)
     }
+}
+
+/// Returns what tells a directory apart, without asking a server that may not answer.
+fn directory(path: &Path) -> Option<(u32, u32, u64)> {
+    let found = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
+    Some((found.stx_dev_major, found.stx_dev_minor, found.stx_ino))
 }
 
 /// Whether a mount is the root of a container: containerd names a folder after it, with the mount on it or on `rootfs` in it.
@@ -142,6 +159,19 @@ fn split(layers: &OsStr) -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn processes_of_a_container_have_its_root() {
+        let container = |at: &str| Container {
+            at: at.into(),
+            id: 0,
+            manifest: String::new(),
+            layer: PathBuf::new(),
+            root: PathBuf::new(),
+        };
+        assert!(container("/").has_processes());
+        assert!(!container("/proc/self").has_processes() && !container("/nowhere").has_processes());
+    }
 
     #[test]
     fn containers_are_known_by_their_folders() {

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ferry_image::Trace;
@@ -25,6 +26,8 @@ use super::registry;
 
 /// The maximum wait for events before the workload is checked.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// The interval between two looks for a container's processes.
+const PROCESSES_INTERVAL: Duration = Duration::from_millis(500);
 /// The base of the exit status for signals, as in shells.
 const SIGNAL_STATUS: i32 = 128;
 
@@ -95,12 +98,13 @@ fn trace_container(name: &str, args: &TraceArgs) -> Result<u8> {
     // Processes of the container open files by another mount of the same file system.
     let mut watch = Watch::begin(container.at.clone(), MarkFlags::FAN_MARK_FILESYSTEM)?;
     eprintln!("ferry: recording {}", container.at.display());
+    let mut end = End::default();
     let status = loop {
         if let Some(status) = workload.status()? {
             break status;
         }
         watch.look()?;
-        if args.command.is_empty() && !container.is_mounted() {
+        if args.command.is_empty() && (!container.is_mounted() || end.has_come(|| container.has_processes())) {
             break 0;
         }
     };
@@ -115,6 +119,26 @@ fn trace_container(name: &str, args: &TraceArgs) -> Result<u8> {
     watch.keep(new_list(&list)?, &list, is_of_image)?;
     push(args, Some(&container.manifest), &list)?;
     Ok(status)
+}
+
+/// The end of a container whose mount stays, as that of one in the background does until it is removed.
+#[derive(Default)]
+struct End {
+    has_run: bool,
+    next: Option<Instant>,
+}
+
+impl End {
+    /// Whether it ran, and does no more. Looks from time to time.
+    fn has_come(&mut self, runs: impl FnOnce() -> bool) -> bool {
+        if self.next.is_some_and(|next| Instant::now() < next) {
+            return false;
+        }
+        self.next = Some(Instant::now() + PROCESSES_INTERVAL);
+        let runs = runs();
+        let had_run = std::mem::replace(&mut self.has_run, runs);
+        had_run && !runs
+    }
 }
 
 fn push(args: &TraceArgs, manifest: Option<&str>, list: &Path) -> Result<()> {

@@ -57,6 +57,8 @@ pub enum Way {
     Whole,
     /// The connection ends after this many bytes.
     Cut(usize),
+    /// After this many bytes nothing more comes.
+    Stall(usize),
     /// In chunks, endlessly repeated.
     Endless,
     /// No response at all.
@@ -315,6 +317,13 @@ fn say(stream: &mut (impl Read + Write), request: &Request, reply: &Reply) -> st
                 stream.write_all(chunk)?;
                 stream.write_all(b"\r\n")?;
             }
+        }
+        Way::Stall(bytes) => {
+            stream.write_all(format!("{head}content-length: {}\r\n\r\n", reply.body.len()).as_bytes())?;
+            stream.write_all(&reply.body[..bytes.min(reply.body.len())])?;
+            let mut byte = [0];
+            while stream.read(&mut byte)? > 0 {}
+            Err(std::io::ErrorKind::ConnectionAborted.into())
         }
         Way::Whole | Way::Cut(_) => {
             stream.write_all(format!("{head}content-length: {}\r\n\r\n", reply.body.len()).as_bytes())?;

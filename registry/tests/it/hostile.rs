@@ -5,11 +5,11 @@ use crate::common;
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{Disk, Fake, Place, Reply, Way};
 use ferry_image::{Algorithm, Image, Layout, Objects, Store, file_objects};
-use ferry_registry::PullOptions;
+use ferry_registry::{Client, Options, PullOptions, Remote};
 use serde_json::json;
 
 /// The timeout for a silent server.
@@ -453,6 +453,35 @@ fn a_silent_server_is_a_timeout() {
     assert!(said.contains("timeout"), "{said}");
     assert_eq!(place.fake.requests().len(), 5);
     place.is_well("copy");
+}
+
+/// As one whose machine has vanished: the length of the rest gives it no time.
+#[test]
+fn a_server_that_falls_silent_in_a_long_reply_is_a_timeout() {
+    const LONG: usize = 4 << 20;
+    let place = Place::new();
+    place.fake.fault(|_, reply| match reply.body.len() {
+        LONG.. => Reply { way: Way::Stall(1000), ..reply },
+        _ => reply,
+    });
+    let begin = Instant::now();
+    let said = place.pull(&place.fake.remote_as("1", SHORT), "copy").unwrap_err().to_string();
+    assert!(said.contains("timeout"), "{said}");
+    assert!(begin.elapsed() < Duration::from_secs(LONG as u64 / (64 << 10)), "{:?}", begin.elapsed());
+    place.is_well("copy");
+}
+
+#[test]
+fn a_deadline_ends_what_is_under_way() {
+    let place = Place::new();
+    place.fake.fault(|_, reply| Reply { way: Way::Silence, ..reply });
+    let reference = format!("oci:{}/a/b:1", place.fake.address).parse().unwrap();
+    let options = Options { deadline: Some(Instant::now() + SHORT), ..Options::default() };
+    let remote = Arc::new(Remote::open(&reference, Client::new(options)).unwrap());
+    let begin = Instant::now();
+    place.pull(&remote, "copy").unwrap_err();
+    // Long before the server has been silent for too long.
+    assert!(begin.elapsed() < 20 * SHORT, "{:?}", begin.elapsed());
 }
 
 #[test]

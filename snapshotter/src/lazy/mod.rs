@@ -45,6 +45,8 @@ const START_TIME: Duration = Duration::from_secs(30);
 /// How long a registry may be silent, and how often it is asked, before an image starts as others do.
 const PATIENCE: Duration = Duration::from_secs(10);
 const ATTEMPTS: u32 = 2;
+/// How long its tables of contents may take, also when nobody waits any more: meanwhile no garbage is collected.
+const PULL_TIME: Duration = Duration::from_secs(300);
 /// How long it is remembered whether an image starts lazily, and how long its image may be without a snapshot: the calls of a pull
 /// follow one another, but layers that are not read lazily come between them.
 const PLAN_TIME: Duration = Duration::from_secs(600);
@@ -217,7 +219,7 @@ impl Lazy {
         let failed = |error: ferry_registry::Error| Error::Lazy { image: reference.into(), reason: told(&error) };
         let mut how = Options { hosts: self.config.hosts.clone(), ..Options::default() };
         how.credentials.clone_from(&self.config.credentials);
-        (how.patience, how.attempts_max) = (PATIENCE, ATTEMPTS);
+        (how.patience, how.attempts_max, how.deadline) = (PATIENCE, ATTEMPTS, Some(Instant::now() + PULL_TIME));
         let parsed: Reference = reference.parse().map_err(failed)?;
         let remote = Arc::new(Remote::open(&parsed, Client::new(how)).map_err(failed)?);
         let _pulling = read(&self.pulling);

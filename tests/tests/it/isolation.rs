@@ -527,7 +527,7 @@ fn unsuitable_options_are_refused() {
         ("share mem --virtiofs s --sandbox chroot", "one shared directory"),
         ("share 9p:tcp:127.0.0.1:1 --virtiofs s --sandbox chroot", "one shared directory"),
         ("share 9p:unix:none --virtiofs s --seccomp kill", "/none: No such file or directory"),
-        ("share . --virtiofs s --modcaps everything", "no list of capabilities"),
+        ("share . --virtiofs s --modcaps everything", "not a list of capabilities"),
     ] {
         let mut command = Command::new(ferry_tests::mounts::program());
         let output = command.args(line.split(' ')).current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();

@@ -30,12 +30,21 @@ pub(crate) struct TreeBuilder {
     links: HashSet<(NodeId, NameBuf)>,
     /// The layer being added.
     layer: usize,
+    /// Directories in which only this layer has anything.
+    cleaned: HashSet<NodeId>,
     bytes_left: usize,
 }
 
 impl Default for TreeBuilder {
     fn default() -> Self {
-        Self { nodes: Vec::new(), names: HashMap::new(), links: HashSet::new(), layer: 0, bytes_left: TREE_BYTES_MAX }
+        Self {
+            nodes: Vec::new(),
+            names: HashMap::new(),
+            links: HashSet::new(),
+            layer: 0,
+            cleaned: HashSet::new(),
+            bytes_left: TREE_BYTES_MAX,
+        }
     }
 }
 
@@ -304,6 +313,7 @@ impl TreeBuilder {
     /// Begins the next layer, which may replace what earlier ones contain.
     pub(crate) fn next_layer(&mut self) {
         self.layer += 1;
+        self.cleaned.clear();
     }
 
     /// Records that the layer contains an existing directory.
@@ -331,6 +341,10 @@ impl TreeBuilder {
     /// Removes everything in a directory that lower layers contain.
     pub(crate) fn make_opaque(&mut self, names: &[Name<'_>]) -> Result<(), Refusal> {
         let Some(directory) = self.directory(names)? else { return Ok(()) };
+        // A layer may name it by many paths.
+        if !self.cleaned.insert(directory) {
+            return Ok(());
+        }
         let Some(known) = self.names.get(&directory) else { return Ok(()) };
         for name in known.keys().cloned().collect::<Vec<_>>() {
             self.remove(directory, &name, RemoveScope::Lower);
@@ -349,7 +363,9 @@ impl TreeBuilder {
         while let Some(place) = found.get(at) {
             if let Some(below) = named(self, place).and_then(|named| Some((named.id, self.names.get(&named.id)?))) {
                 let (id, names) = below;
-                found.extend(names.keys().map(|name| (id, name.clone())));
+                if which == RemoveScope::All || self.cleaned.insert(id) {
+                    found.extend(names.keys().map(|name| (id, name.clone())));
+                }
             }
             at += 1;
         }
@@ -429,5 +445,45 @@ impl TreeBuilder {
             node.content = Content::Directory(names.into_iter().filter_map(named).collect());
         }
         Ok(Tree { nodes: self.nodes, links: self.links })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferry_vfs::Timespec;
+
+    use super::*;
+
+    /// A small archive may have as many links to a directory as the directory has files.
+    #[test]
+    fn many_marks_in_one_directory_are_quick() {
+        const COUNT: usize = 30_000;
+        let node = |mode, content| {
+            let mtime = Timespec { sec: 0, nsec: 0 };
+            Node { mode, uid: 0, gid: 0, rdev: 0, mtime, nlink: 1, xattrs: Vec::new(), content }
+        };
+        let directory = || node(0o040_755, Content::Directory(Vec::new()));
+        let file = || node(0o100_644, Content::None);
+        let mut builder = TreeBuilder::default();
+        builder.root(directory()).expect("the first");
+        let path = |text: &'static [u8]| names_of(text).expect("names");
+        builder.add(&path(b"d"), directory()).expect("new");
+        builder.add(&path(b"d/lower"), file()).expect("new");
+        builder.next_layer();
+        builder.touch(0, path(b"d")[0]);
+        for number in 0..COUNT {
+            let name = format!("d/{number}");
+            builder.add(&names_of(name.as_bytes()).expect("names"), file()).expect("new");
+        }
+        builder.add(&path(b"link"), node(0o120_777, Content::Inline(b"d".to_vec()))).expect("new");
+        // In a step for each of both this would take minutes.
+        for _ in 0..COUNT {
+            builder.make_opaque(&path(b"link")).expect("a directory");
+            builder.whiteout(&path(b"d")).expect("a name");
+        }
+        assert!(builder.find(&path(b"d/lower")).is_none() && builder.find(&path(b"d/0")).is_some());
+        builder.next_layer();
+        builder.make_opaque(&path(b"link")).expect("a directory");
+        assert!(builder.find(&path(b"d/0")).is_none() && builder.find(&path(b"d")).is_some());
     }
 }
