@@ -3,64 +3,20 @@
 //! the client that holds most is closed.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, Ipv4Addr};
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use ferry_vfs::SessionId;
 use ferry_vfs::sync::lock;
-use socket2::SockRef;
 
 use crate::connection::Connection;
+use crate::peer::Peer;
 use crate::shrink::shrink;
 
 /// The maximum number of one client's fids (Linux keeps one per cached name), waiting locks, flushes and lock owners.
 const ENTRIES_MAX: usize = 1 << 20;
 /// The maximum of all clients: about 1.2 GB.
 const ENTRIES_MAX_OF_ALL: usize = 4 * ENTRIES_MAX;
-
-/// The length of the network part of an IPv6 address: one host may use all addresses of it.
-const NETWORK_BYTES: usize = 8;
-
-/// Where a client comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Peer {
-    /// A user of this host, on a unix socket.
-    User(u32),
-    /// An IPv4 address.
-    V4(Ipv4Addr),
-    /// A network of IPv6.
-    V6([u8; NETWORK_BYTES]),
-    /// A virtual machine, by vsock.
-    Machine(u32),
-    /// The virtual machine of a device.
-    Guest,
-    /// Nobody knows.
-    Unknown,
-}
-
-impl Peer {
-    /// Returns the peer of a connection.
-    pub(crate) fn of(socket: BorrowedFd<'_>) -> Self {
-        let Ok(address) = SockRef::from(&socket).peer_addr() else { return Self::Unknown };
-        if let Some((cid, _)) = address.as_vsock_address() {
-            return Self::Machine(cid);
-        }
-        match address.as_socket() {
-            Some(address) => Self::at(address.ip()),
-            None => rustix::net::sockopt::socket_peercred(socket.as_fd())
-                .map_or(Self::Unknown, |peer| Self::User(peer.uid.as_raw())),
-        }
-    }
-
-    fn at(address: IpAddr) -> Self {
-        match address.to_canonical() {
-            IpAddr::V4(address) => Self::V4(address),
-            IpAddr::V6(address) => Self::V6(address.octets().first_chunk().copied().unwrap_or_default()),
-        }
-    }
-}
 
 /// What is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -416,14 +372,5 @@ mod tests {
             }
         });
         assert_eq!(clients.held.each_ref().map(|count| count.load(Ordering::Relaxed)), [0; 3]);
-    }
-
-    #[test]
-    fn addresses_of_one_network_are_one_client() {
-        let at = |text: &str| Peer::at(text.parse().unwrap());
-        assert_eq!(at("2001:db8:1:2::1"), at("2001:db8:1:2:ffff::7"));
-        assert_ne!(at("2001:db8:1:2::1"), at("2001:db8:1:3::1"));
-        assert_eq!(at("::ffff:192.0.2.1"), at("192.0.2.1"));
-        assert_ne!(at("192.0.2.1"), at("192.0.2.2"));
     }
 }

@@ -14,7 +14,7 @@ use ferry_engine::RateLimiter;
 use ferry_vfs::sync::{lock, wait};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::clients::Peer;
+use crate::peer::Peer;
 use crate::shrink::shrink;
 
 /// A request that waits.

@@ -14,9 +14,10 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
-use crate::clients::{Clients, Peer, Resource};
+use crate::clients::{Clients, Resource};
 use crate::connection::Connection;
 use crate::delayed_requests::DelayedRequests;
+use crate::peer::Peer;
 use crate::share::Share;
 use crate::shrink::{HighWater, LOOK, shrink};
 use crate::{Error, Listener, worker};

@@ -47,6 +47,7 @@ mod hub;
 mod message;
 mod options;
 mod outbox;
+mod peer;
 mod qids;
 mod rate;
 mod read_ahead;

@@ -508,7 +508,8 @@ pub(crate) fn agree_on(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clients::{Clients, Peer};
+    use crate::clients::Clients;
+    use crate::peer::Peer;
 
     /// A source of which nothing is asked.
     struct Nothing;

@@ -252,7 +252,7 @@ impl Watcher {
             }
             let left = waits.then(|| next.saturating_duration_since(Instant::now()));
             let is_waiting = watched.is_waiting();
-            let left = if is_waiting { Some(directory_history::DELAY) } else { left };
+            let left = if is_waiting { Some(history::DELAY) } else { left };
             let left = left.and_then(|left| Timespec::try_from(left).ok());
             let mut fds = [PollFd::new(&*watched, PollFlags::IN), PollFd::new(&self.wake_fd.fd, PollFlags::IN)];
             let polled = poll(&mut fds, left.as_ref());

@@ -1,16 +1,12 @@
 //! What inotify's events say happened. What clients of this process did is left out; see [`OwnEvents`].
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ferry_vfs::{Changes, Ino, NameBuf, Subscription};
 
 use super::history::{History, Known};
 use super::own::{InodeKind, NameKind, OwnEvents};
-
-/// How long the watcher waits before it compares events with what clients did. Data that they write are recorded after
-/// they were written, and the other half of a rename comes meanwhile, too.
-pub(super) const DELAY: Duration = Duration::from_millis(2);
 
 /// One event of inotify, with the inodes that clients know.
 #[derive(Debug)]

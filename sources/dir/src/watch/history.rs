@@ -3,11 +3,13 @@
 //! The kernel merges events of one name and inode that nobody has read yet. Their parts are then in the order in which
 //! programs mostly do them: create, change, write, close, remove.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ferry_vfs::{Event, Ino, NameBuf, Place};
 
-use super::directory_history::DELAY;
+/// How long the watcher waits before it compares events with what clients did. Data that they write are recorded after
+/// they were written, and the other half of a rename comes meanwhile, too.
+pub(super) const DELAY: Duration = Duration::from_millis(2);
 
 /// A name in directories that clients know: one for each mount through which they found it.
 pub(super) type Names<'a> = (Vec<Ino>, &'a NameBuf);

@@ -22,7 +22,8 @@ use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 
 use super::WakeFd;
 use super::changes::changes_of;
-use super::directory_history::{DELAY, DirectoryEvent, DirectoryHistory};
+use super::directory_history::{DirectoryEvent, DirectoryHistory};
+use super::history::DELAY;
 use super::history::History;
 use super::own::{OperationGuard, Operations};
 use crate::int_hasher::IntHasher;

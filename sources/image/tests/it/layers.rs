@@ -435,7 +435,7 @@ fn wrong_tables_are_refused_by_name() {
             Box::new(|all| all.push(json!({"type": "char", "name": "c", "devMajor": 1 << 20}))),
         ),
         ("a symbolic link without a target", Box::new(|all| all[5]["linkName"] = "".into())),
-        ("no name", Box::new(|all| all[5]["name"] = "a\u{0}b".into())),
+        ("not a valid name", Box::new(|all| all[5]["name"] = "a\u{0}b".into())),
         (
             "more than 1,048,576 chunks",
             Box::new(|all| {
