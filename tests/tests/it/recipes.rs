@@ -65,7 +65,8 @@ const NEEDED: &[(&str, &str)] = &[
         "a snapshotter, and a guest: snapshotter/tests/it/kata.rs has both",
     ),
     ("ferry image trace --container", "containerd: snapshotter/tests/it/lazy_containerd.rs records a container"),
-    ("[lazy]", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
+    ("[lazy]\nfrom = []", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
+    ("[lazy]\nfrom = [\"ghcr.io/", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
     (
         "apiVersion: apps/v1\nkind: DaemonSet",
         "Kubernetes; snapshotter/tests/it/lazy_credentials.rs changes such a folder",
