@@ -381,7 +381,9 @@ impl Client {
         let outcome = match upload {
             Some(Upload { reader, bytes }) => {
                 let built = builder.header(header::CONTENT_LENGTH, *bytes).body(SendBody::from_reader(*reader));
-                agent.run(agent.configure_request(built.map_err(invalid)?).timeout_global(Some(time)).build())
+                let request = agent.configure_request(built.map_err(invalid)?).timeout_global(Some(time));
+                // A registry is silent while it stores what it was sent.
+                agent.run(request.timeout_per_read(Some(time)).build())
             }
             None => {
                 let built = builder.body(()).map_err(invalid)?;
