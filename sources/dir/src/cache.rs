@@ -36,6 +36,9 @@ const SLACK: usize = 1024;
 /// second, a directory's with the fourth.
 const TURN: Duration = Duration::from_secs(5);
 
+/// The caches of this process, which share its limit.
+static CACHES: AtomicUsize = AtomicUsize::new(0);
+
 /// The numbers of inodes that hold a descriptor. Numbers keep no inode alive, so some are stale.
 #[derive(Debug, Default)]
 struct Clock {
@@ -49,7 +52,10 @@ struct Clock {
 /// The clock of cached descriptors.
 #[derive(Debug)]
 pub(crate) struct Cache {
-    budget: usize,
+    /// The maximum of descriptors, if the configuration has one.
+    descriptors_max: Option<usize>,
+    /// What the process's limit allows for all caches.
+    all_max: u64,
     /// The maximum descriptor number of a client's file. The kernel assigns the lowest free one, so it shows how many
     /// exist.
     number_max: RawFd,
@@ -65,11 +71,11 @@ impl Cache {
     /// Creates a cache of at most `descriptors_max` descriptors, or of what the process's limit allows.
     pub(crate) fn new(descriptors_max: Option<usize>) -> Self {
         let limit = raise_limit();
-        let budget = descriptors_max
-            .unwrap_or_else(|| usize::try_from((limit - limit / RESERVE_PART).min(KEPT_MAX)).unwrap_or(KEPT_MIN));
+        CACHES.fetch_add(1, Ordering::Relaxed);
         let number_max = limit - FREE_MAX.min(limit / RESERVE_PART);
         Self {
-            budget: budget.max(KEPT_MIN),
+            descriptors_max,
+            all_max: limit - limit / RESERVE_PART,
             number_max: RawFd::try_from(number_max).unwrap_or(RawFd::MAX - IN_FLIGHT),
             tight: AtomicBool::new(false),
             open: Arc::default(),
@@ -83,9 +89,11 @@ impl Cache {
         self.open.load(Ordering::Relaxed)
     }
 
-    /// How many there may be.
+    /// How many there may be: an equal part for each cache, for a cache can evict nothing of another one.
     pub(crate) fn budget(&self) -> usize {
-        self.budget
+        let part = || self.all_max / CACHES.load(Ordering::Relaxed).max(1) as u64;
+        let of_limit = || usize::try_from(part().min(KEPT_MAX)).unwrap_or(KEPT_MIN);
+        self.descriptors_max.unwrap_or_else(of_limit).max(KEPT_MIN)
     }
 
     /// Wraps a descriptor, so that it is counted.
@@ -107,8 +115,9 @@ impl Cache {
                 inos.retain(|ino| table.peek(*ino).is_some_and(|inode| inode.is_held()));
             }
         }
-        if self.open() > self.budget {
-            self.evict(table, self.open() - self.budget, STEPS_MAX, Inode::evict);
+        let too_many = self.open().saturating_sub(self.budget());
+        if too_many > 0 {
+            self.evict(table, too_many, STEPS_MAX, Inode::evict);
         }
         fd
     }
@@ -207,6 +216,12 @@ impl Cache {
     }
 }
 
+impl Drop for Cache {
+    fn drop(&mut self) {
+        CACHES.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// The thread that closes idle descriptors; ends when dropped.
 #[derive(Debug)]
 pub(crate) struct IdleEvictor {
@@ -247,4 +262,17 @@ fn raise_limit() -> u64 {
         }
     }
     limit.current.unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn caches_share_the_limit_of_their_process() {
+        let all: Vec<_> = (0..1000).map(|_| Cache::new(None)).collect();
+        let part = usize::try_from(all[0].all_max).unwrap() / all.len();
+        assert!(all.iter().all(|cache| cache.budget() <= part.max(KEPT_MIN)));
+        assert_eq!(Cache::new(Some(500)).budget(), 500);
+    }
 }

@@ -124,7 +124,7 @@ pub struct Options {
     pub writeback: bool,
     /// Use host file handles where they work.
     pub file_handles: bool,
-    /// The maximum number of descriptors for inodes; `None` derives it from the process's limit.
+    /// The maximum number of descriptors for inodes; `None` derives it from the process's limit, which all shares have together.
     pub descriptors_max: Option<usize>,
     /// The maximum number of directories that [`Dir::watch`] watches where it cannot watch the file system; `None`:
     /// 65,536. The kernel may allow fewer (`fs.inotify.max_user_watches`).
