@@ -41,13 +41,13 @@ pub fn put(trash: &Path, folder: &Path) -> io::Result<Option<OsString>> {
 pub fn remove(trash: &Path, name: &OsString) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let top = openat(CWD, trash, flags, Mode::empty())?;
-    let below = [name.as_bytes(), b"."].concat();
+    let below = prefix(name);
     loop {
         let mut found = false;
         for entry in Dir::read_from(&top)? {
             let entry = entry?;
             let entry = entry.file_name().to_bytes();
-            if entry == name.as_bytes() || entry.starts_with(&below) {
+            if entry == name.as_bytes() || entry.starts_with(below.as_bytes()) {
                 found = true;
                 remove_one(&top, &OsString::from_vec(entry.to_vec()), name)?;
             }
@@ -58,6 +58,16 @@ pub fn remove(trash: &Path, name: &OsString) -> io::Result<()> {
     }
 }
 
+/// Returns what the names of directories begin with that were in this one. It does not grow with each process that is killed.
+fn prefix(name: &OsString) -> String {
+    let name = name.to_string_lossy();
+    let root = match name.find('.') {
+        Some(at) if at > 0 => &name[..at],
+        _ => &*name,
+    };
+    format!("{root}.")
+}
+
 /// Removes an entry of the trash. Directories in it become entries of the trash.
 fn remove_one(top: &OwnedFd, entry: &OsString, name: &OsString) -> rustix::io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -66,7 +76,7 @@ fn remove_one(top: &OwnedFd, entry: &OsString, name: &OsString) -> rustix::io::R
         Err(Errno::NOTDIR | Errno::LOOP) => return present(unlinkat(top, entry, AtFlags::empty())),
         opened => opened?,
     };
-    let prefix = format!("{}.", name.to_string_lossy());
+    let prefix = prefix(name);
     for _ in 0..LISTED_MAX {
         for child in Dir::read_from(&folder)? {
             let child = child?;
@@ -141,6 +151,10 @@ mod tests {
         let names: Vec<_> = fs::read_dir(&trash).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert_eq!(names, [left]);
         assert!(put(&trash, &folder).unwrap().is_none());
+        assert_eq!(
+            [prefix(&"7-1".into()), prefix(&"7-1.8-2".into()), prefix(&".tmp".into())],
+            ["7-1.", "7-1.", ".tmp."]
+        );
         remove(&trash, &name).unwrap();
     }
 }
