@@ -6,7 +6,7 @@ use std::path::Path;
 
 use ferry_vfs::{FileType, Name, Timespec};
 
-use crate::build::tree_builder::{Refusal, TreeBuilder, names_of};
+use crate::build::tree_builder::{NAME_BYTES, Refusal, TreeBuilder, names_of};
 use crate::format::composefs::fits;
 use crate::format::composefs::view::CONTENT_BYTES_MAX;
 use crate::format::digest::{Algorithm, Digest};
@@ -83,6 +83,7 @@ impl DumpReader {
             if path == target {
                 return Err("a hard link to itself".into());
             }
+            self.builder.charge(NAME_BYTES + path.len() + target.len())?;
             self.links.push(Link { number, path, target });
             return Ok(());
         }

@@ -17,13 +17,15 @@ use rustix::io::{Errno, pread, retry_on_intr};
 use crate::build::filter::Filter;
 use crate::build::options::INLINE_BYTES_MAX;
 use crate::format::composefs::fits;
-use crate::format::erofs::XATTR_PREFIXES;
+use crate::format::erofs::{self, XATTR_PREFIXES};
 use crate::format::error::{Error, IoContext, Result};
 use crate::format::tree::{Content, Node, NodeId, Tree};
 use crate::store::new_file::UNTRUSTED_OPEN_FLAGS;
 
 /// The maximum length of a list of attribute names, and of a value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
 const XATTR_BYTES_MAX: usize = 65536;
+/// The maximum length of all attributes of an inode in an image, in bytes.
+const XATTRS_BYTES_MAX: usize = (u16::MAX as usize - 1) * 4;
 
 /// The identity of a file or directory when it was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -221,6 +223,9 @@ impl Walk<'_> {
             let reason = "its extended attributes have more than 32 KiB, which composefs does not hold".into();
             return Err(Error::CannotHold { path: path.into(), reason });
         }
+        if !self.for_composefs {
+            check_room(&xattrs).map_err(|reason| Error::CannotHold { path: path.into(), reason })?;
+        }
         if let Content::Unread { .. } = content {
             (self.found)(FoundFile { node: id, seen: FileIdentity::of(found), path: path.into() });
         }
@@ -282,6 +287,18 @@ fn rdev(major: u32, minor: u32, path: &Path) -> Result<u32> {
         return Err(Error::CannotHold { path: path.into(), reason });
     }
     Ok(minor & 0xff | major << 8 | (minor & !0xff) << 12)
+}
+
+/// Checks that EROFS can hold the attributes of an inode: their lengths are numbers of 16 bits, that of all in units of four bytes.
+fn check_room(xattrs: &[(Vec<u8>, Vec<u8>)]) -> std::result::Result<(), String> {
+    if let Some((name, value)) = xattrs.iter().find(|(_, value)| value.len() > usize::from(u16::MAX)) {
+        return Err(format!("its attribute {} has {} bytes; 65,535 are the most", name.escape_ascii(), value.len()));
+    }
+    let all: usize = xattrs.iter().map(|(name, value)| erofs::xattr_size(name, value)).sum();
+    match all > XATTRS_BYTES_MAX {
+        true => Err(format!("its attributes have {all} bytes; {XATTRS_BYTES_MAX} are the most")),
+        false => Ok(()),
+    }
 }
 
 /// Returns the attributes for which EROFS has prefixes, by name. Others belong to the host's file system

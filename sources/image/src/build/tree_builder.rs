@@ -1,5 +1,6 @@
 //! Builds a tree by paths, for dump files and archives.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use ferry_vfs::{FileType, Name, NameBuf};
@@ -15,7 +16,9 @@ const TREE_BYTES_MAX: usize = 4 << 30;
 /// The memory of an inode besides its attributes, in bytes.
 const NODE_BYTES: usize = 192;
 /// The memory of a name besides its own bytes.
-const NAME_BYTES: usize = 64;
+pub(crate) const NAME_BYTES: usize = 64;
+/// The maximum length of all symbolic links that paths lead through, in bytes: hours of them may come in a short archive.
+const FOLLOWED_BYTES_MAX: u64 = 4 << 30;
 
 /// The refusal of a path below something else than a directory.
 pub(crate) const NO_DIRECTORY: &str = "its parent is not a directory";
@@ -33,6 +36,7 @@ pub(crate) struct TreeBuilder {
     /// Directories in which only this layer has anything.
     cleaned: HashSet<NodeId>,
     bytes_left: usize,
+    followed_bytes_left: Cell<u64>,
 }
 
 impl Default for TreeBuilder {
@@ -44,6 +48,7 @@ impl Default for TreeBuilder {
             layer: 0,
             cleaned: HashSet::new(),
             bytes_left: TREE_BYTES_MAX,
+            followed_bytes_left: Cell::new(FOLLOWED_BYTES_MAX),
         }
     }
 }
@@ -93,6 +98,12 @@ fn name_of(part: &[u8]) -> Result<Name<'_>, Refusal> {
     Name::new(part).map_err(|error| format!("{} is not a valid name ({error})", part.escape_ascii()))
 }
 
+/// Returns what an inode takes beside itself.
+fn more_bytes(node: &Node) -> usize {
+    let xattrs: usize = node.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum();
+    xattrs + if let Content::Inline(bytes) = &node.content { bytes.len() } else { 0 }
+}
+
 fn too_deep() -> Refusal {
     format!("more than {DEPTH_MAX} names in a path")
 }
@@ -130,16 +141,22 @@ impl TreeBuilder {
         self.push(node).map(drop)
     }
 
-    fn charge(&mut self, bytes: usize) -> Result<(), Refusal> {
+    /// Takes so many bytes of what an input may take.
+    pub(crate) fn charge(&mut self, bytes: usize) -> Result<(), Refusal> {
         let left = self.bytes_left.checked_sub(bytes);
         self.bytes_left = left.ok_or("there are more than 4 GiB of names and attributes by here")?;
         Ok(())
     }
 
+    /// Gives an inode other attributes and contents.
+    pub(crate) fn describe(&mut self, id: NodeId, node: Node) -> Result<(), Refusal> {
+        self.charge(more_bytes(&node))?;
+        self.nodes[id] = node;
+        Ok(())
+    }
+
     fn push(&mut self, node: Node) -> Result<NodeId, Refusal> {
-        let xattrs: usize = node.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum();
-        let content = if let Content::Inline(bytes) = &node.content { bytes.len() } else { 0 };
-        self.charge(NODE_BYTES + xattrs + content)?;
+        self.charge(NODE_BYTES + more_bytes(&node))?;
         let id = self.nodes.len();
         if node.kind() == FileType::Directory {
             self.names.insert(id, BTreeMap::new());
@@ -243,6 +260,9 @@ impl TreeBuilder {
                     if links > LINKS_MAX {
                         return Err(format!("its path leads through more than {LINKS_MAX} symbolic links"));
                     }
+                    let allowed = self.followed_bytes_left.get().checked_sub(target.len() as u64 + 1);
+                    self.followed_bytes_left
+                        .set(allowed.ok_or("paths lead through more than 4 GiB of symbolic links")?);
                     if target.starts_with(b"/") {
                         walked.found.truncate(1);
                     }

@@ -18,6 +18,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 
 use crate::format::digest::Digest;
+use crate::store::layout;
 
 /// The file name in the store.
 pub(crate) const FILE: &str = "fetching";
@@ -65,7 +66,8 @@ fn request(kind: libc::c_int, (from, bytes): (i64, i64)) -> libc::flock {
 impl FetchLocks {
     /// Opens the locks of a store. Without the file, nobody waits.
     pub(crate) fn of(store: &Path) -> Self {
-        let file = File::options().read(true).write(true).create(true).truncate(false).open(store.join(FILE));
+        let mut options = File::options();
+        let file = layout::lockable(options.read(true).write(true).create(true).truncate(false), &store.join(FILE));
         if let Err(error) = &file {
             tracing::debug!("{}: cannot tell what other processes fetch: {error}", store.display());
         }

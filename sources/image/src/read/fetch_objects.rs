@@ -21,6 +21,7 @@ use crate::read::object_files::Files;
 use crate::read::singleflight::{Claim, FetchAction, FetchableSet, ObjectSet};
 use crate::store::fetch::{RUN_BYTES_MAX, SERVERS_MAX};
 use crate::store::file_objects::FileObject;
+use crate::store::layout;
 use crate::store::new_file::{NEW_PREFIX, NewFile};
 use crate::store::new_objects::{NewObjects, freshen};
 use crate::store::object_error::ObjectError;
@@ -294,8 +295,11 @@ impl<'a> Receiver<'a> {
     fn resume(&self, at: usize) -> Result<Option<Incoming>> {
         let FileObject { digest, bytes } = self.absent.objects[at];
         let path = self.files.folder().join(format!("{NEW_PREFIX}{}", digest.hex()));
-        let options = File::options().read(true).write(true).create(true).truncate(false).open(&path);
-        let mut file = options.doing("open", &path)?;
+        let mut file = match layout::lockable_part(&path) {
+            // Another user has begun it.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Ok(None),
+            opened => opened.doing("open", &path)?,
+        };
         if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
             return Ok(None);
         }

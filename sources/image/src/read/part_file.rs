@@ -100,9 +100,7 @@ fn index(common: &PartialPacks, wanted: &PackRef) -> Result<Index> {
 /// objects are evicted. `None` if it is used in the other way, here or elsewhere.
 fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
     for _ in 0..OPEN_TRIES_MAX {
-        let mut options = File::options();
-        options.read(true).write(true).create(true).truncate(false);
-        let file = layout::lockable(&mut options, path).doing("open", path)?;
+        let file = layout::lockable_part(path).doing("open", path)?;
         let lock = if alone { FlockOperation::NonBlockingLockExclusive } else { FlockOperation::NonBlockingLockShared };
         match rustix::fs::flock(&file, lock) {
             Err(Errno::WOULDBLOCK) => return Ok(None),
@@ -111,7 +109,7 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
         // It may have been completed or removed meanwhile.
         let same = |found: fs::Metadata, ours: fs::Metadata| (found.dev(), found.ino()) == (ours.dev(), ours.ino());
         let ours = file.metadata().doing("look at", path)?;
-        if let Ok(reader) = File::open(path)
+        if let Ok(reader) = layout::open_plain(File::options().read(true), path)
             && reader.metadata().is_ok_and(|found| same(found, ours))
         {
             return Ok(Some((file, reader)));
@@ -138,7 +136,11 @@ pub(crate) fn complete(pack: &Pack, common: &PartialPacks) -> Result<()> {
     new.file.write_all(&pack.index.to_bytes()).doing("write to", &*new.path)?;
     new.file.sync_all().doing("sync", &*new.path)?;
     pack.file.sync_all().doing("sync", &part)?;
-    pack.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &part)?;
+    match pack.file.set_permissions(fs::Permissions::from_mode(0o444)) {
+        // It was begun by another user. Who may write to the folder could replace it in any case.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+        changed => changed.doing("change", &part)?,
+    }
     // The name may belong to another process's new file: then this one is already complete under its final name.
     if is_ours(&part) || !name.exists() {
         fs::rename(&part, &name).doing("make", &name)?;

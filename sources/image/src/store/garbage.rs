@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
@@ -62,7 +62,7 @@ impl LiveSet {
 pub struct GcReport {
     /// Unreferenced packs.
     pub removed: Vec<Digest>,
-    /// Other files, left by killed builds and collections.
+    /// Other files, left by killed builds, downloads and collections.
     pub leftovers: usize,
     /// The disk space of all of these in bytes.
     pub bytes: u64,
@@ -98,7 +98,7 @@ impl ExclusiveStore {
     pub fn lock(folder: &Path, waiting: &dyn Fn()) -> Result<Self> {
         packs::is_store(folder)?;
         let path = layout::lock_path(folder);
-        let lock = File::options().create(true).append(true).open(&path).doing("open", &path)?;
+        let lock = layout::lockable(File::options().create(true).append(true), &path).doing("open", &path)?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => {
                 waiting();
@@ -149,7 +149,7 @@ impl ExclusiveStore {
             if !dry && !remove(&path)? {
                 continue;
             }
-            collected.bytes += metadata.blocks() * 512;
+            collected.bytes += disk_bytes(&metadata);
             match name {
                 Some(_) => objects.removed += 1,
                 None => collected.leftovers += 1,
@@ -186,7 +186,7 @@ impl ExclusiveStore {
                     young.insert(pack);
                 }
                 Kind::New if is_young => {}
-                _ => old.push((kind, path, metadata.blocks() * 512)),
+                _ => old.push((kind, path, metadata)),
             }
         }
         collected.kept = needed.intersection(&indexes.iter().copied().collect()).count();
@@ -204,11 +204,12 @@ impl ExclusiveStore {
         old.retain(|(kind, ..)| !matches!(kind, Kind::Part(pack) if spared(pack) && !indexes.contains(pack)));
         // Indexes come first in this order.
         old.sort_unstable_by_key(|(kind, ..)| *kind);
-        for (kind, path, bytes) in old {
+        for (kind, path, metadata) in old {
+            let below = if metadata.is_dir() { tree_bytes(&path)? } else { 0 };
             if !dry && !remove(&path)? {
                 continue;
             }
-            collected.bytes += bytes;
+            collected.bytes += disk_bytes(&metadata) + below;
             match kind {
                 Kind::Index(pack) => collected.removed.push(pack),
                 Kind::Pack(pack) | Kind::Note(pack) if indexes.contains(&pack) => {}
@@ -222,12 +223,36 @@ impl ExclusiveStore {
     }
 }
 
-/// Removes a file; returns whether it existed.
+/// Removes a file, or a folder with all that is in it; returns whether it existed.
 fn remove(path: &Path) -> Result<bool> {
-    match fs::remove_file(path) {
+    let removed = match fs::remove_file(path) {
+        Err(error) if error.kind() == ErrorKind::IsADirectory => fs::remove_dir_all(path),
+        removed => removed,
+    };
+    match removed {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
         outcome => outcome.doing("remove", path).map(|()| true),
     }
+}
+
+fn disk_bytes(metadata: &Metadata) -> u64 {
+    metadata.blocks() * 512
+}
+
+/// Returns the disk space of what is in a folder, in bytes.
+fn tree_bytes(folder: &Path) -> Result<u64> {
+    let (mut bytes, mut folders) = (0, vec![folder.to_owned()]);
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).doing("list", &folder)? {
+            let entry = entry.doing("list", &folder)?;
+            let metadata = entry.metadata().doing("look at", entry.path())?;
+            bytes += disk_bytes(&metadata);
+            if metadata.is_dir() {
+                folders.push(entry.path());
+            }
+        }
+    }
+    Ok(bytes)
 }
 
 /// The type of a file in the folder of packs; in the order of removal.
@@ -239,7 +264,7 @@ enum Kind {
     Note(Digest),
     /// The fetched part of a pack, or its index.
     Part(Digest),
-    /// An unfinished file of a build.
+    /// An unfinished file of a build, or the folder of an unfinished download.
     New,
 }
 

@@ -10,6 +10,7 @@ use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{IoContext, Result};
 use crate::format::index::Index;
+use crate::store::new_file::UNTRUSTED_OPEN_FLAGS;
 
 /// The maximum size of an index, to limit memory: an image cannot have more blocks.
 const INDEX_BYTES_MAX: u64 = 1 << 32;
@@ -30,12 +31,32 @@ pub(crate) fn lock_path(folder: &Path) -> PathBuf {
 pub(crate) fn lockable(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let writers = fs::metadata(path.parent().unwrap_or(Path::new(".")))?.mode() & 0o022;
     let mode = 0o600 | writers | writers << 1;
-    let file = options.mode(mode).open(path)?;
-    // One of an earlier version; or without a permission that the umask has taken.
-    if file.metadata()?.mode() & 0o777 != mode {
+    let file = open_plain(options.mode(mode), path)?;
+    let found = file.metadata()?;
+    // One of an earlier version; or without a permission that the umask has taken. Who owns the store may have put a name of another file
+    // there, which is not to be changed.
+    if found.mode() & 0o777 != mode && found.nlink() == 1 && found.uid() == rustix::process::geteuid().as_raw() {
         let _ = file.set_permissions(fs::Permissions::from_mode(mode));
     }
     Ok(file)
+}
+
+/// Opens a regular file of a store, whoever else can write there. No link is followed, and nothing else has an effect.
+pub(crate) fn open_plain(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    let file = options.custom_flags(UNTRUSTED_OPEN_FLAGS.bits().cast_signed()).open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::other("it is no regular file")),
+    }
+}
+
+/// The same for a file that is written to: it must have no other name.
+pub(crate) fn lockable_part(path: &Path) -> io::Result<File> {
+    let file = lockable(File::options().read(true).write(true).create(true).truncate(false), path)?;
+    match file.metadata()?.nlink() {
+        0 | 1 => Ok(file),
+        _ => Err(io::Error::other("it has other names, too: remove it")),
+    }
 }
 
 pub(crate) fn packs_folder(folder: &Path) -> PathBuf {

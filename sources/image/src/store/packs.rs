@@ -17,11 +17,13 @@
 //! Incomplete packs have other suffixes: [`crate::read::fetch`].
 
 use std::fs::{self, File};
+use std::io::{self, ErrorKind};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use rustix::fs::{Advice, FlockOperation};
+use tempfile::TempDir;
 
 use crate::format::digest::Digest;
 use crate::format::error::{IoContext, Result};
@@ -31,6 +33,7 @@ use crate::format::layer_index::LayerBlob;
 use crate::store::layout::{
     self, DAMAGED_SUFFIX, INDEX_SUFFIX, Listing, PART_SUFFIX, index_path, is_whole, lock_path, packs_folder, read_index,
 };
+use crate::store::new_file::NEW_PREFIX;
 use crate::store::object_list;
 use crate::store::places::StorePlaces;
 
@@ -75,9 +78,16 @@ impl Store {
         is_store(folder)?;
         // A read-only store is usable; one without a lock file never was writable, so nobody removes its packs.
         let made = layout::lockable(File::options().create(true).append(true), &path);
-        let lock = match made.or_else(|_| File::open(&path)) {
-            Ok(file) => file,
-            Err(_) => File::open(folder).doing("open", folder)?,
+        let is_read_only = |error: &io::Error| {
+            matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem)
+        };
+        let opened = made.or_else(|error| match is_read_only(&error) {
+            true => layout::open_plain(File::options().read(true), &path),
+            false => Err(error),
+        });
+        let lock = match opened {
+            Err(error) if is_read_only(&error) => File::open(folder).doing("open", folder)?,
+            opened => opened.doing("open", &path)?,
         };
         rustix::fs::flock(&lock, FlockOperation::LockShared).doing("lock", &path)?;
         Ok(Self { folder: folder.into(), _lock: lock })
@@ -85,6 +95,16 @@ impl Store {
 
     pub(crate) fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// Makes a folder for files that are needed for a while. If the process is killed, garbage collection removes it.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be made.
+    pub fn temporary_folder(&self) -> Result<TempDir> {
+        let parent = packs_folder(&self.folder);
+        tempfile::Builder::new().prefix(NEW_PREFIX).tempdir_in(&parent).doing("make a folder in", &parent)
     }
 
     /// Returns the path of a pack.

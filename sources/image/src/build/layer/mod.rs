@@ -149,7 +149,7 @@ impl LayerRef {
                 (estargz::unpack(&packed, &self.toc)?, begin)
             }
         };
-        Ok(Layer { toc_bytes: json.len() as u64, ..self.parse_toc(&json, end)? })
+        Ok(self.parse_toc(&json, end)?)
     }
 
     /// Parses a verified table of contents; files end at `end` in the blob.
@@ -172,7 +172,7 @@ impl LayerRef {
             let stored = item.chunks.iter().find(|chunk| chunk.digest != ZEROS);
             stored.map_or((u64::MAX, 0), |chunk| (chunk.span.from, chunk.span.inner))
         };
-        files.sort_by_key(|at| begin(&items[*at]));
+        files.sort_by_cached_key(|at| begin(&items[*at]));
         let first = files.iter().copied().take_while(|at| begin(&items[*at]).0 < landmark).collect();
         let compression = if matches!(self.kind, TocKind::Estargz) { Compression::Gzip } else { Compression::Zstd };
         let (sha256, bytes, toc) = (self.sha256, self.bytes, self.toc);
@@ -189,7 +189,7 @@ impl LayerRef {
             at += items[file].chunks.len();
         }
         let index = Index { pack: name, objects, blocks: pack_blocks, verity: None, layer: Some(layer) };
-        Ok(Layer { items, blocks, index, first, toc_bytes: 0 })
+        Ok(Layer { items, blocks, index, first })
     }
 }
 
@@ -201,7 +201,6 @@ pub struct Layer {
     index: Index,
     /// The items that its converter wants to be fetched first, in order.
     first: Vec<usize>,
-    toc_bytes: u64,
 }
 
 impl std::fmt::Debug for Layer {
@@ -214,9 +213,9 @@ impl std::fmt::Debug for Layer {
 }
 
 impl Layer {
-    /// Returns the length of its table of contents, which is about the memory that this takes.
-    pub fn toc_bytes(&self) -> u64 {
-        self.toc_bytes
+    /// Returns about how much memory this takes, in bytes.
+    pub fn memory_bytes(&self) -> u64 {
+        self.items.iter().map(|item| item.memory_bytes() as u64).sum()
     }
 
     /// Returns the paths of the files that the layer's converter wants to be fetched first, in order.

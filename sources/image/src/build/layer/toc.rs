@@ -9,11 +9,13 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use ferry_vfs::Timespec;
 use serde::Deserialize;
+use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use crate::build::tar::{Kind, Member, components, device};
 use crate::build::tree_builder::Refusal;
@@ -23,8 +25,13 @@ use crate::format::object::ZEROS;
 
 /// The maximum size of a document in bytes: half a million files.
 pub(super) const TOC_BYTES_MAX: u64 = 160 << 20;
+/// The maximum number of files, to limit memory.
+const ITEMS_MAX: usize = 1 << 20;
 /// The maximum number of chunks, to limit memory: 64 GiB in chunks of 64 KiB.
 const CHUNKS_MAX: usize = 1 << 20;
+/// The maximum memory of a file's extended attributes in bytes, and what each takes beside its name and its value.
+const ATTRIBUTES_BYTES_MAX: usize = 1 << 20;
+const ATTRIBUTE_BYTES: usize = 64;
 /// The length of objects that files of zeros are divided into, in bytes.
 const ZEROS_BYTES: u64 = 4 << 20;
 /// Files that the converters of eStargz add to a layer: they say what to fetch first.
@@ -32,10 +39,9 @@ const LANDMARK: &[u8] = b".prefetch.landmark";
 const LANDMARKS: [&[u8]; 2] = [LANDMARK, b".no.prefetch.landmark"];
 
 #[derive(Deserialize)]
-struct Document<'a> {
+struct Document {
     version: u32,
-    #[serde(borrow)]
-    entries: Vec<Entry<'a>>,
+    entries: Toc,
 }
 
 #[derive(Deserialize)]
@@ -61,8 +67,8 @@ struct Entry<'a> {
     dev_major: i64,
     #[serde(default)]
     dev_minor: i64,
-    #[serde(default, borrow)]
-    xattrs: Option<BTreeMap<Cow<'a, str>, Cow<'a, str>>>,
+    #[serde(default)]
+    xattrs: Option<Attributes>,
     #[serde(default, borrow)]
     digest: Option<Cow<'a, str>>,
     #[serde(default)]
@@ -81,6 +87,37 @@ struct Entry<'a> {
     chunk_type: Option<Cow<'a, str>>,
 }
 
+/// Extended attributes, with values in base64.
+struct Attributes(BTreeMap<String, String>);
+
+impl<'de> Deserialize<'de> for Attributes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(AttributesVisitor)
+    }
+}
+
+struct AttributesVisitor;
+
+impl<'de> Visitor<'de> for AttributesVisitor {
+    type Value = Attributes;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("extended attributes")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Attributes, A::Error> {
+        let (mut all, mut bytes) = (BTreeMap::new(), 0);
+        while let Some((name, value)) = entries.next_entry::<String, String>()? {
+            bytes += name.len() + value.len() + ATTRIBUTE_BYTES;
+            if bytes > ATTRIBUTES_BYTES_MAX {
+                return Err(A::Error::custom("more than 1 MiB of extended attributes"));
+            }
+            all.insert(name, value);
+        }
+        Ok(Attributes(all))
+    }
+}
+
 /// A member of a layer.
 pub(super) struct Item {
     pub member: Member,
@@ -90,7 +127,19 @@ pub(super) struct Item {
     known: u64,
 }
 
+impl Item {
+    /// Returns about how much memory this takes, in bytes.
+    pub(super) fn memory_bytes(&self) -> usize {
+        let Member { path, link, xattrs, .. } = &self.member;
+        let xattrs = xattrs.iter().map(|pair| size_of_val(pair) + pair.0.len() + pair.1.len());
+        // Chunks are in the index, too.
+        let chunks = 2 * self.chunks.len() * size_of::<Chunk>();
+        size_of::<Self>() + path.len() + link.len() + xattrs.sum::<usize>() + chunks
+    }
+}
+
 /// A parsed table of contents.
+#[derive(Default)]
 pub(super) struct Toc {
     pub items: Vec<Item>,
     /// The offsets at which streams can begin or end.
@@ -101,59 +150,89 @@ pub(super) struct Toc {
 
 /// Parses a table of contents whose digest was verified.
 pub(super) fn parse(json: &[u8]) -> Result<Toc, Refusal> {
-    let document: Document<'_> =
+    let Document { version, entries } =
         serde_json::from_slice(json).map_err(|error| format!("its table of contents is invalid: {error}"))?;
-    if document.version != 1 {
-        return Err(format!("its table of contents has the version {}, not 1", document.version));
+    if version != 1 {
+        return Err(format!("its table of contents has the version {version}, not 1"));
     }
-    let mut toc = Toc { items: Vec::new(), edges: Vec::new(), landmark: 0 };
-    let mut chunks_left = CHUNKS_MAX;
-    let mut names = HashMap::new();
-    for entry in &document.entries {
-        let named = |reason: Refusal| format!("{} in its table of contents: {reason}", entry.name.escape_default());
-        toc.edges.extend([entry.offset, entry.end_offset].into_iter().filter(|offset| *offset > 0));
-        if entry.kind == "chunk" {
-            add_chunk(&mut toc, entry, &mut chunks_left).map_err(named)?;
-            continue;
-        }
-        end_file(toc.items.last()).map_err(|reason| unfinished(toc.items.last(), &reason))?;
-        let member = member(entry).map_err(named)?;
-        let path = components(&member.path).map_err(named)?;
-        if let [name] = &path[..]
-            && LANDMARKS.contains(&name.as_bytes())
-        {
-            // Its chunks, if any, would be those of a small file.
-            if name.as_bytes() == LANDMARK {
-                toc.landmark = entry.offset;
-            }
-            continue;
-        }
-        let key = path.iter().map(|name| name.as_bytes()).collect::<Vec<_>>().join(&b'/');
-        if let Some(before) = names.insert(key, member.kind)
-            && (before, member.kind) != (Kind::Directory, Kind::Directory)
-        {
-            return Err(named("two entries have this name".into()));
-        }
-        let is_file = member.kind == Kind::File && member.bytes > 0;
-        toc.items.push(Item { member, chunks: Vec::new(), known: 0 });
-        if is_file {
-            add_chunk(&mut toc, entry, &mut chunks_left).map_err(named)?;
-        }
-    }
-    end_file(toc.items.last()).map_err(|reason| unfinished(toc.items.last(), &reason))?;
-    Ok(toc)
+    Ok(entries)
 }
 
-fn unfinished(item: Option<&Item>, reason: &str) -> Refusal {
-    let name = item.map(|item| item.member.path.escape_ascii().to_string()).unwrap_or_default();
-    format!("{name} in its table of contents: {reason}")
+/// Entries become items one by one, because an entry takes ten times the memory of its JSON.
+impl<'de> Deserialize<'de> for Toc {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(Entries)
+    }
+}
+
+struct Entries;
+
+impl<'de> Visitor<'de> for Entries {
+    type Value = Toc;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of entries")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<Toc, A::Error> {
+        let mut toc = Toc::default();
+        let (mut chunks_left, mut names) = (CHUNKS_MAX, HashMap::new());
+        while let Some(entry) = entries.next_element::<Entry<'de>>()? {
+            add_entry(&mut toc, &entry, &mut names, &mut chunks_left).map_err(A::Error::custom)?;
+        }
+        end_file(toc.items.last()).map_err(A::Error::custom)?;
+        Ok(toc)
+    }
+}
+
+/// Adds an entry; `names` are the paths of those before it.
+fn add_entry(
+    toc: &mut Toc,
+    entry: &Entry<'_>,
+    names: &mut HashMap<Vec<u8>, Kind>,
+    chunks_left: &mut usize,
+) -> Result<(), Refusal> {
+    let named = |reason: Refusal| format!("{}: {reason}", entry.name.escape_default());
+    for edge in [entry.offset, entry.end_offset] {
+        // Entries of one stream name it again and again.
+        if edge > 0 && toc.edges.last() != Some(&edge) {
+            toc.edges.push(edge);
+        }
+    }
+    if entry.kind == "chunk" {
+        return add_chunk(toc, entry, chunks_left).map_err(named);
+    }
+    end_file(toc.items.last())?;
+    let member = member(entry).map_err(named)?;
+    let path = components(&member.path).map_err(named)?;
+    if let [name] = &path[..]
+        && LANDMARKS.contains(&name.as_bytes())
+    {
+        // Its chunks, if any, would be those of a small file.
+        if name.as_bytes() == LANDMARK {
+            toc.landmark = entry.offset;
+        }
+        return Ok(());
+    }
+    let key = path.iter().map(|name| name.as_bytes()).collect::<Vec<_>>().join(&b'/');
+    if let Some(before) = names.insert(key, member.kind)
+        && (before, member.kind) != (Kind::Directory, Kind::Directory)
+    {
+        return Err(named("two entries have this name".into()));
+    }
+    if toc.items.len() == ITEMS_MAX {
+        return Err("more than 1,048,576 files".into());
+    }
+    let is_file = member.kind == Kind::File && member.bytes > 0;
+    toc.items.push(Item { member, chunks: Vec::new(), known: 0 });
+    if is_file { add_chunk(toc, entry, chunks_left).map_err(named) } else { Ok(()) }
 }
 
 /// Checks that the chunks of a file are the whole file.
 fn end_file(item: Option<&Item>) -> Result<(), Refusal> {
     match item {
         Some(Item { member, known, .. }) if *known != member.bytes && member.kind == Kind::File => {
-            Err(format!("its chunks have {known} bytes, its size is {}", member.bytes))
+            Err(format!("{}: its chunks have {known} bytes, its size is {}", member.path.escape_ascii(), member.bytes))
         }
         _ => Ok(()),
     }
@@ -228,7 +307,7 @@ fn member(entry: &Entry<'_>) -> Result<Member, Refusal> {
         _ => 0,
     };
     let mut xattrs = Vec::new();
-    for (name, value) in entry.xattrs.iter().flatten() {
+    for (name, value) in entry.xattrs.iter().flat_map(|all| &all.0) {
         let value = STANDARD.decode(value.as_bytes()).map_err(|_| "an attribute that is not in base64")?;
         xattrs.push((name.as_bytes().to_vec(), value));
     }
@@ -292,6 +371,36 @@ fn fields(text: &str, separator: char) -> Option<[&str; 3]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Returns why a table with these entries is refused.
+    fn refusal(entries: &str) -> Refusal {
+        let json = format!(r#"{{"version": 1, "entries": [{entries}]}}"#);
+        parse(json.as_bytes()).err().expect("it is wrong")
+    }
+
+    #[test]
+    fn entries_are_looked_at_one_by_one() {
+        // What follows a wrong entry is not even parsed.
+        let said = refusal(r#"{"type": "door", "name": "a"}, 7"#);
+        assert!(said.contains(r#"a: an entry of the unknown kind "door" at line 1"#), "{said}");
+    }
+
+    #[test]
+    fn attributes_are_limited_while_they_are_read() {
+        let many: String = (0..20_000).map(|number| format!(r#""user.{number}":"","#)).collect();
+        let said = refusal(&format!(r#"{{"type": "reg", "name": "a", "xattrs": {{{many} 7}}}}"#));
+        assert!(said.contains("more than 1 MiB of extended attributes"), "{said}");
+    }
+
+    #[test]
+    fn the_number_of_files_is_limited() {
+        let mut entries = String::new();
+        for number in 0..=ITEMS_MAX {
+            entries.push_str(&format!(r#"{{"type":"fifo","name":"{number}"}},"#));
+        }
+        let said = refusal(&entries);
+        assert!(said.contains("more than 1,048,576 files"), "{said}");
+    }
 
     #[test]
     fn times_are_those_of_the_calendar() {

@@ -8,7 +8,7 @@ use ferry_vfs::{Name, NameBuf, Timespec};
 use super::member::Member;
 use super::place::{components, directory, place};
 use crate::build::filter::Whiteouts;
-use crate::build::tree_builder::{NO_DIRECTORY, Refusal, TreeBuilder};
+use crate::build::tree_builder::{NAME_BYTES, NO_DIRECTORY, Refusal, TreeBuilder};
 use crate::format::tree::{Content, Node, NodeId, Tree, set_xattr};
 
 const WHITEOUT: &[u8] = b".wh.";
@@ -76,7 +76,10 @@ impl LayerMarks {
             Mark::Gone(names) => names.split_last().map(|(name, parents)| (parents, Some(name))).unwrap_or_default(),
         };
         match builder.enter(parents, directory) {
-            Ok(parent) => self.left.push((parent, name.map(|name| name.to_buf()), mtime)),
+            Ok(parent) => {
+                builder.charge(NAME_BYTES + name.map_or(0, |name| name.as_bytes().len()))?;
+                self.left.push((parent, name.map(|name| name.to_buf()), mtime));
+            }
             // That already hides what is below.
             Err(reason) if reason == NO_DIRECTORY => {}
             Err(reason) => return Err(reason),

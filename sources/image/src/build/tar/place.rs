@@ -80,7 +80,7 @@ fn link(builder: &mut TreeBuilder, names: &[Name<'_>], member: &Member) -> Resul
 fn add(builder: &mut TreeBuilder, names: &[Name<'_>], node: Node) -> Result<Option<NodeId>, Refusal> {
     let Some((name, parents)) = names.split_last() else {
         match builder.find(&[]) {
-            Some(root) if node.kind() == FileType::Directory => *builder.node(root) = node,
+            Some(root) if node.kind() == FileType::Directory => builder.describe(root, node)?,
             Some(_) => return Err("the root is not a directory".into()),
             None => builder.root(node)?,
         }
@@ -90,7 +90,7 @@ fn add(builder: &mut TreeBuilder, names: &[Name<'_>], node: Node) -> Result<Opti
     if let (FileType::Directory, Some(known)) = (node.kind(), builder.child(parent, *name))
         && builder.node(known).kind() == FileType::Directory
     {
-        *builder.node(known) = node;
+        builder.describe(known, node)?;
         builder.touch(parent, *name);
         return Ok(None);
     }
