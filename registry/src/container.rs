@@ -30,6 +30,7 @@ struct Descriptor {
 struct Platform {
     os: String,
     architecture: String,
+    variant: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -50,6 +51,14 @@ impl Descriptor {
         let sha256 = self.digest.strip_prefix("sha256:").and_then(Sha256::from_hex);
         let sha256 = sha256.ok_or_else(|| format!("{:?} is no digest by SHA-256", excerpt(&self.digest)))?;
         Ok(Blob { sha256, bytes: self.size })
+    }
+
+    /// The variant of the architecture, if not all of its machines have it.
+    fn special_variant(&self) -> Option<&str> {
+        let platform = self.platform.as_ref()?;
+        let variant = platform.variant.as_deref().filter(|variant| !variant.is_empty())?;
+        let is_common = matches!((&*platform.architecture, variant), ("amd64", "v1") | ("arm64", "v8" | "8"));
+        (!is_common).then_some(variant)
     }
 
     fn annotation(&self, key: &str) -> Option<&str> {
@@ -128,6 +137,14 @@ fn pick(manifests: &[Descriptor]) -> Result<Sha256, String> {
         None => manifests.len() == 1,
     };
     let mut fitting: Vec<&Descriptor> = manifests.iter().filter(is_for).collect();
+    let variants: Vec<&str> = fitting.iter().filter_map(|found| found.special_variant()).collect();
+    if !fitting.is_empty() && variants.len() == fitting.len() {
+        let variants = excerpt(&variants.join(", "));
+        return Err(format!(
+            "it has images for the variants {variants} of linux/{architecture} only: name one by @sha256:"
+        ));
+    }
+    fitting.retain(|found| found.special_variant().is_none());
     // Of two compressions, zstd may have a table of contents.
     fitting.sort_by_key(|found| found.annotation(ZSTD_KEY) != Some("true"));
     let found = fitting.first().ok_or_else(|| {
@@ -165,6 +182,20 @@ mod tests {
             entry("2", "s390x", false), entry("3", arch, false), entry("4", arch, true), entry("5", "unknown", false)]});
         let Ok(Found::Index(found)) = parse(entries.to_string().into()) else { panic!("there is one") };
         assert_eq!(found.to_string(), "4".repeat(64));
+        // Not all machines of an architecture are alike.
+        let special = |digit: &str, variant: &str| {
+            let mut special = entry(digit, arch, true);
+            special["platform"]["variant"] = variant.into();
+            special
+        };
+        let common = if cfg!(target_arch = "x86_64") { "v1" } else { "v8" };
+        for plain in [entry("6", arch, false), special("6", common)] {
+            let entries = json!({"manifests": [special("7", "v3"), plain]});
+            let Ok(Found::Index(found)) = parse(entries.to_string().into()) else { panic!("there is one") };
+            assert_eq!(found.to_string(), "6".repeat(64));
+        }
+        let Err(error) = parse(json!({"manifests": [special("7", "v3")]}).to_string().into()) else { panic!("none") };
+        assert!(error.contains("for the variants v3 of linux/"), "{error}");
         let none = json!({"manifests": [entry("2", "s390x", false)]});
         let Err(error) = parse(none.to_string().into()) else { panic!("there is none") };
         assert!(error.contains("no image for linux/"), "{error}");

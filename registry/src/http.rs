@@ -466,6 +466,11 @@ impl Response<'_> {
         self.inner.headers().get(name).and_then(|value| value.to_str().ok())
     }
 
+    /// Returns all values of a header.
+    pub(crate) fn headers(&self, name: header::HeaderName) -> impl Iterator<Item = &str> {
+        self.inner.headers().get_all(name).into_iter().filter_map(|value| value.to_str().ok())
+    }
+
     /// Returns the error for an unexpected response.
     pub(crate) fn into_error(self) -> Error {
         let status = self.status();

@@ -25,8 +25,8 @@ use crate::traces::write_beside;
 /// The maximum size of a range of a layer that is kept in memory: a table of contents, compressed.
 const TABLE_BYTES_MAX: u64 = 160 << 20;
 
-/// The maximum size of all tables of contents of an image in bytes, to limit memory.
-const TABLES_BYTES_MAX: u64 = 512 << 20;
+/// The maximum memory that the parsed tables of contents of an image take, in bytes.
+const TABLES_MEMORY_MAX: u64 = 512 << 20;
 /// The number of tables that are fetched at once: each may take much memory.
 const TABLE_REQUESTS: usize = 4;
 
@@ -66,10 +66,12 @@ fn tables(remote: &Remote, container: &Container) -> std::result::Result<Vec<Lay
                 return;
             }
             let table = fetch(at).and_then(|table: Layer| {
-                let all = bytes.fetch_add(table.toc_bytes(), Ordering::Relaxed) + table.toc_bytes();
-                let too_large =
-                    || refused(at, &format!("the tables of contents have more than {TABLES_BYTES_MAX} bytes"));
-                if all > TABLES_BYTES_MAX { Err(too_large()) } else { Ok(table) }
+                let own = table.memory_bytes();
+                let all = bytes.fetch_add(own, Ordering::Relaxed) + own;
+                let too_large = || {
+                    refused(at, &format!("the tables of contents take more than {TABLES_MEMORY_MAX} bytes of memory"))
+                };
+                if all > TABLES_MEMORY_MAX { Err(too_large()) } else { Ok(table) }
             });
             if table.is_err() {
                 next.store(found.len(), Ordering::Relaxed);
@@ -200,11 +202,13 @@ pub(crate) fn pull_whole(
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<(Digest, u64)> {
     let folder = folder_beside(output)?;
-    let bundle = folder.path().join("bundle");
-    fetch_bundle(remote, container, &bundle, jobs, progress)?;
+    let kept = Store::create(store)?;
+    let bundle = kept.temporary_folder()?;
+    fetch_bundle(remote, container, bundle.path(), jobs, progress)?;
     let (mut source, new) = (std::ffi::OsString::from("oci:"), folder.path().join("image"));
-    source.push(&bundle);
+    source.push(bundle.path());
     let built = build(source.as_ref(), &new, Store::create(store)?, &BuildOptions::default(), &|_, _| {})?;
+    drop((bundle, kept));
     let own = Image::open(&new, None)?.digest();
     let found = if expected == Some(own) { own } else { built.tree };
     publish(remote, &new, output, (found, expected))?;

@@ -8,6 +8,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use ureq::http::{HeaderName, HeaderValue, Method, header};
 use url::Url;
@@ -22,6 +23,8 @@ use crate::resolver::is_loopback;
 
 /// With it, a registry says that it knows the subject of a manifest.
 const SUBJECT_HEADER: header::HeaderName = header::HeaderName::from_static("oci-subject");
+/// A token is valid for so long at least ("Token Authentication Specification", `expires_in`).
+const TOKEN_LIFE_MIN: Duration = Duration::from_secs(60);
 /// The maximum response of a token server, in bytes.
 const TOKEN_BYTES_MAX: u64 = 64 << 10;
 
@@ -45,6 +48,8 @@ pub(crate) struct Oci {
 struct Authorization {
     value: String,
     by: Option<Found>,
+    /// When it was got, or found to be as good as a new one.
+    since: Instant,
 }
 
 impl fmt::Debug for Oci {
@@ -116,23 +121,28 @@ impl Oci {
         };
         let mut response = client.send(with(known.as_ref()), upload.as_deref_mut())?;
         let is_own = |response: &Response<'_>| response.url.origin() == self.base.origin();
-        // Some registries say so when a token is too old. There may be other credentials by now.
-        if response.status() == 403
+        if let Some(known) = &known
             && is_own(&response)
-            && let Some(known) = &known
-            && self.credentials.find()? != known.by
+            && self.may_be_outdated(&response, known)?
         {
             rewind(&mut upload)?;
             response = client.send(with(None), upload.as_deref_mut())?;
+            let mut current = self.authorization();
+            if current.as_ref().is_some_and(|current| current.value == known.value) {
+                let is_refused = matches!(response.status(), 400 | 403);
+                *current = is_refused.then(|| Authorization { since: Instant::now(), ..known.clone() });
+            }
         }
         // Only a challenge of the registry itself is answered, not one of a redirect or upload server.
         if response.status() == 401 && is_own(&response) {
-            let challenge = response.header(header::WWW_AUTHENTICATE).unwrap_or_default().to_owned();
             let by = self.credentials.find()?;
-            let Some(value) = self.answer_challenge(client, &challenge, by.as_ref())? else {
-                return Err(self.explained(response, by.as_ref()));
+            let writes = !matches!(request.method, Method::GET | Method::HEAD);
+            let value = match Challenge::of(&response) {
+                Some(challenge) => self.answer_challenge(client, &challenge, (by.as_ref(), writes))?,
+                None => None,
             };
-            let fresh = Authorization { value, by };
+            let Some(value) = value else { return Err(self.explained(response, by.as_ref())) };
+            let fresh = Authorization { value, by, since: Instant::now() };
             *self.authorization() = Some(fresh.clone());
             rewind(&mut upload)?;
             response = client.send(with(Some(&fresh).filter(|_| is_registry)), upload)?;
@@ -144,6 +154,19 @@ impl Oci {
             }
             _ => Ok(response),
         }
+    }
+
+    /// Whether a refusal may mean that the authorization is too old. A registry should answer that with a challenge, and some do not.
+    fn may_be_outdated(&self, response: &Response<'_>, known: &Authorization) -> Result<bool> {
+        let challenge = Challenge::of(response);
+        Ok(match (response.status(), challenge) {
+            // Without any, it may ask for a token again.
+            (401, Some(Challenge::Basic)) => known.value.starts_with("Bearer "),
+            (400 | 403, _) | (401, None) => {
+                known.since.elapsed() >= TOKEN_LIFE_MIN || self.credentials.find()? != known.by
+            }
+            _ => false,
+        })
     }
 
     /// Returns the error for a response that refuses access, with the place of the credentials.
@@ -168,20 +191,22 @@ impl Oci {
         }
     }
 
-    /// Returns the authorization for a challenge.
-    fn answer_challenge(&self, client: &Client, challenge: &str, by: Option<&Found>) -> Result<Option<String>> {
-        let (scheme, rest) = challenge.split_once(' ').unwrap_or((challenge, ""));
-        if scheme.eq_ignore_ascii_case("basic") {
+    /// Returns the authorization for a challenge, to a request that `writes` or not.
+    fn answer_challenge(
+        &self,
+        client: &Client,
+        challenge: &Challenge,
+        (by, writes): (Option<&Found>, bool),
+    ) -> Result<Option<String>> {
+        let Challenge::Bearer(fields) = challenge else {
             return Ok(by.map(|found| format!("Basic {}", found.basic)));
-        }
-        if !scheme.eq_ignore_ascii_case("bearer") {
-            return Ok(None);
-        }
-        let fields = challenge_fields(rest);
+        };
         let Some(mut realm) = fields.get("realm").and_then(|realm| Url::parse(realm).ok()) else { return Ok(None) };
         client.check_redirect(&self.base, &realm)?;
-        for key in ["service", "scope"] {
-            if let Some(value) = fields.get(key) {
+        let needed = || format!("repository:{}:{}", self.name, if writes { "pull,push" } else { "pull" });
+        let scope = fields.get("scope").cloned().unwrap_or_else(needed);
+        for (key, value) in [("service", fields.get("service")), ("scope", Some(&scope))] {
+            if let Some(value) = value {
                 realm.query_pairs_mut().append_pair(key, value);
             }
         }
@@ -267,6 +292,56 @@ fn rewind(upload: &mut Option<&mut Upload<'_>>) -> Result<()> {
     upload.as_mut().map_or(Ok(()), |upload| upload.rewind())
 }
 
+/// What a server wants to see: credentials, or a token of the server that the fields name.
+#[derive(Debug, PartialEq, Eq)]
+enum Challenge {
+    Basic,
+    Bearer(HashMap<String, String>),
+}
+
+impl Challenge {
+    /// Returns the challenge of a response that is answered here.
+    fn of(response: &Response<'_>) -> Option<Self> {
+        Self::pick(response.headers(header::WWW_AUTHENTICATE))
+    }
+
+    /// Picks one of several: a token rather than credentials.
+    fn pick<'a>(values: impl Iterator<Item = &'a str>) -> Option<Self> {
+        let mut basic = None;
+        for (scheme, fields) in values.flat_map(challenges) {
+            if scheme.eq_ignore_ascii_case("bearer") {
+                return Some(Self::Bearer(challenge_fields(&fields)));
+            }
+            if scheme.eq_ignore_ascii_case("basic") {
+                basic = Some(Self::Basic);
+            }
+        }
+        basic
+    }
+}
+
+/// Returns the challenges of a header and their fields, both separated by commas (RFC 9110, section 11.6.1).
+fn challenges(text: &str) -> Vec<(&str, String)> {
+    let mut found: Vec<(&str, String)> = Vec::new();
+    let mut is_quoted = false;
+    let parts = text.split(|c| {
+        is_quoted ^= c == '"';
+        c == ',' && !is_quoted
+    });
+    for part in parts.map(str::trim) {
+        let (word, rest) = part.split_once(' ').unwrap_or((part, ""));
+        let is_field = word.is_empty() || word.contains('=') || rest.trim_start().starts_with('=');
+        match found.last_mut() {
+            Some((_, fields)) if is_field => {
+                fields.push_str(part);
+                fields.push(',');
+            }
+            _ => found.push((word, format!("{rest},"))),
+        }
+    }
+    found
+}
+
 /// Returns the fields of a challenge: `key="value"` or `key=value`, separated by commas.
 fn challenge_fields(mut text: &str) -> HashMap<String, String> {
     let mut found = HashMap::new();
@@ -297,6 +372,29 @@ mod tests {
         assert_eq!(get("x"), Some("1"));
         for odd in ["", "=", "\"", "a=\"", "a", ",,,=,", "a=b=c"] {
             challenge_fields(odd);
+        }
+    }
+
+    #[test]
+    fn of_several_challenges_one_is_answered() {
+        let token = r#"Bearer realm="https://a.example/t?x=1,Basic y",service="r, s""#;
+        let pick = |values: &[&str]| Challenge::pick(values.iter().copied());
+        for values in [
+            &[token][..],
+            &["Negotiate", token],
+            &[r#"Basic realm="a""#, token],
+            &[&format!(r#"Basic realm="a, b", charset="UTF-8", {token}"#)],
+            &[&format!("Negotiate, {token}")],
+        ] {
+            let Some(Challenge::Bearer(fields)) = pick(values) else { panic!("{values:?}") };
+            assert_eq!(fields["realm"], "https://a.example/t?x=1,Basic y", "{values:?}");
+            assert_eq!(fields["service"], "r, s", "{values:?}");
+        }
+        for values in [&[r#"Basic realm="a""#][..], &["Negotiate, basic"], &["Negotiate", "Basic realm = x"]] {
+            assert_eq!(pick(values), Some(Challenge::Basic), "{values:?}");
+        }
+        for values in [&[][..], &[""], &["Negotiate"], &["realm=\"Basic x\""], &[",,\","]] {
+            assert_eq!(pick(values), None, "{values:?}");
         }
     }
 

@@ -66,12 +66,12 @@ struct Mirror {
 }
 
 impl Mirror {
-    fn new(host: Host, reference: (&str, &str), options: &Options) -> Result<Self> {
+    /// `registry`: the one of which it is a mirror, if it is not that itself.
+    fn new(host: Host, registry: Option<String>, name: &str, options: &Options) -> Result<Self> {
         let attempts_max = options.attempts_max.min(MIRROR_ATTEMPTS);
         let client = Client::for_host(&host, Options { attempts_max, ..options.clone() })?;
-        let (registry, name) = reference;
         let (pulls, resolves) = (host.pulls, host.resolves);
-        let oci = Oci::new(host, name, Some(registry.to_owned()), options.credentials.as_deref())?;
+        let oci = Oci::new(host, name, registry, options.credentials.as_deref())?;
         Ok(Self { client, oci, pulls, resolves, failed: Mutex::default() })
     }
 
@@ -115,16 +115,23 @@ impl Remote {
                 let folders = if scheme.is_none() { &*options.hosts } else { &[] };
                 let server = base[..url::Position::BeforePath].to_owned();
                 let found = hosts::find(folders, host, &server)?;
-                let mut own = Host::of(base);
+                // Another server is told of which registry an image is.
+                let origin = base.origin();
+                let registry = |found: &Host| (found.url.origin() != origin).then(|| host.clone());
+                let mut own = Host::of(base.clone());
                 if let Some(mut all) = found
                     && let Some(last) = all.pop()
                 {
                     client = Client::for_host(&last, options.clone())?;
                     own = last;
-                    let mirror = |found| Mirror::new(found, (host, name), &options);
+                    let mirror = |found: Host| {
+                        let registry = registry(&found);
+                        Mirror::new(found, registry, name, &options)
+                    };
                     mirrors = all.into_iter().map(mirror).collect::<Result<_>>()?;
                 }
-                Server::Oci(Oci::new(own, name, None, options.credentials.as_deref())?)
+                let registry = registry(&own);
+                Server::Oci(Oci::new(own, name, registry, options.credentials.as_deref())?)
             }
             Location::S3 { bucket, prefix } => Server::S3(S3::new(bucket, prefix)?),
         };

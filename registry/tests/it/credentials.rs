@@ -416,7 +416,7 @@ fn redirects_to_this_machine_are_refused() {
 }
 
 /// Kubernetes issue 4673, buildpacks-community/kpack issue 1353: a secret that was changed counted after a restart only;
-/// awslabs/soci-snapshotter issue 1148: what is too old is refused with 403, without a challenge.
+/// awslabs/soci-snapshotter issue 1148, oras-project/oras-go issue 1227: what is too old is refused with 403 or 400, without a challenge.
 #[test]
 fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_shown() {
     use base64::Engine as _;
@@ -431,7 +431,7 @@ fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_sho
         std::fs::rename(folder.join(".new"), folder.join("team.json")).unwrap();
     };
     // Each registry has tokens of its own, or none.
-    for (status, bearer) in [(401, false), (401, true), (403, true), (403, false)] {
+    for (status, bearer) in [(401, false), (401, true), (403, true), (403, false), (400, true)] {
         let (expected, to) = (Arc::new(Mutex::new(String::new())), place.fake.address);
         let asked = Arc::clone(&expected);
         place.fake.fault(move |request, reply| {
@@ -446,7 +446,7 @@ fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_sho
                 ("/token", Some(found)) if found == basic => Reply::of(200, json!({"token": password}).to_string()),
                 ("/token", _) => Reply::of(401, "who"),
                 (_, Some(found)) if found == wanted => reply,
-                (_, Some(_)) if status == 403 => Reply::of(403, "your authorization token has expired"),
+                (_, Some(_)) if status != 401 => Reply::of(status, "your authorization token has expired"),
                 _ => Reply::of(401, "").with("www-authenticate", challenge),
             }
         });
@@ -465,7 +465,8 @@ fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_sho
             let error = look(&remote).expect_err(&what).to_string();
             know(password);
             look(&remote).unwrap_or_else(|error| panic!("{what}: {error}"));
-            if password.starts_with("two") {
+            // Of 400 it is not known that it is about them.
+            if password.starts_with("two") && status != 400 {
                 assert!(error.contains(&address) && error.contains("team.json"), "{what}: {error}");
                 for secret in ["one-password", password, &STANDARD.encode("me:one-password")] {
                     assert!(!error.contains(secret), "{what}: {error}");
