@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! ROOT/store/          the bytes of files that were read
-//! ROOT/layers/NAME.img the image of a layer, by the digests of its blob and of its table of contents
+//! ROOT/layers/NAME.img the image of a layer, by the digests of its blob and of its table of contents, and by the reference: only its registry
+//!                      says where in the blob the table is
 //! ROOT/entries/HASH    what was found under a reference and a digest, in JSON
 //! ROOT/lock            locked by the process that uses the folder
 //! ```
@@ -12,10 +13,12 @@ use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use ferry_image::{ExclusiveStore, Image, LiveSet, Store, hex};
 use ferry_registry::StackedLayer;
+use ferry_vfs::sync::lock;
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use sha2::Digest as _;
@@ -94,6 +97,8 @@ impl Entry {
 #[derive(Debug)]
 pub(crate) struct Entries {
     root: PathBuf,
+    /// Held while a use is counted.
+    counting: Mutex<()>,
     _lock: File,
 }
 
@@ -106,13 +111,13 @@ impl Entries {
             DirBuilder::new().recursive(true).mode(0o700).create(&folder).doing("create", folder)?;
         }
         let path = root.join("lock");
-        let lock = File::options().create(true).append(true).open(&path).doing("open", &path)?;
-        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        let lock_file = File::options().create(true).append(true).open(&path).doing("open", &path)?;
+        match rustix::fs::flock(&lock_file, FlockOperation::NonBlockingLockExclusive) {
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(Error::InUse(root)),
             locked => locked.map_err(io::Error::from).doing("lock", path)?,
         }
         drop(Store::create(&root.join("store"))?);
-        let entries = Self { root, _lock: lock };
+        let entries = Self { root, counting: Mutex::default(), _lock: lock_file };
         entries.collect()?;
         Ok(entries)
     }
@@ -124,7 +129,8 @@ impl Entries {
     /// Returns the image of a layer.
     pub(crate) fn image(&self, entry: &Entry) -> PathBuf {
         let digits = |digest: &str| digest.trim_start_matches("sha256:").to_owned();
-        self.root.join("layers").join(format!("{}-{}.img", digits(&entry.blob), digits(&entry.toc)))
+        let by = hex(&sha2::Sha256::digest(&entry.reference).into());
+        self.root.join("layers").join(format!("{}-{}-{}.img", digits(&entry.blob), digits(&entry.toc), &by[..16]))
     }
 
     fn path(&self, reference: &str, name: &str) -> PathBuf {
@@ -144,19 +150,27 @@ impl Entries {
             tempfile::Builder::new().prefix(".new-").tempfile_in(&folder).doing("create a file in", &folder)?;
         let bytes = serde_json::to_vec(entry).map_err(|error| Error::Record { path: path.clone(), error })?;
         new.write_all(&bytes).doing("write to", &path)?;
+        // Engines believe that the layer is there.
+        new.as_file().sync_all().doing("sync", &path)?;
         new.persist(&path).map_err(|error| error.error).doing("create", path)?;
-        Ok(())
+        sync_folder(&folder)
     }
 
     /// Counts one more use, or one less. What is used no more is forgotten.
-    pub(crate) fn count_use(&self, reference: &str, name: &str, is_begin: bool) -> Result<()> {
-        let Some(mut entry) = self.get(reference, name)? else { return Ok(()) };
+    /// `known`: what is used, if it may have been forgotten and is still open.
+    pub(crate) fn count_use(&self, (reference, name): (&str, &str), known: Option<&Entry>) -> Result<()> {
+        let _counting = lock(&self.counting);
+        let (found, is_begin) = (self.get(reference, name)?, known.is_some());
+        let Some(mut entry) = found.or_else(|| known.map(|known| Entry { uses: 0, ..known.clone() })) else {
+            return Ok(());
+        };
         entry.uses = if is_begin { entry.uses.saturating_add(1) } else { entry.uses.saturating_sub(1) };
         if is_begin || entry.uses > 0 {
             return self.put(&entry);
         }
         let path = self.path(reference, name);
-        fs::remove_file(&path).doing("remove", path)
+        fs::remove_file(&path).doing("remove", path)?;
+        sync_folder(&self.root.join("entries"))
     }
 
     /// Removes entries without a use, images without an entry, and packs without an image.
@@ -167,10 +181,13 @@ impl Entries {
         };
         let mut needed = HashSet::new();
         for path in list(&self.root.join("entries"))? {
+            let is_new = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b".new-"));
             match read(&path) {
                 Ok(Some(entry)) if entry.uses > 0 && self.path(&entry.reference, &entry.name) == path => {
                     needed.insert(self.image(&entry));
                 }
+                // It may be one in use.
+                Err(error @ Error::Io { .. }) if !is_new => return Err(error),
                 // One that was looked for and not used, a new file that a killed process left, or a damaged one. Engines look again.
                 _ => fs::remove_file(&path).doing("remove", path)?,
             }
@@ -191,6 +208,10 @@ impl Entries {
         }
         Ok(())
     }
+}
+
+fn sync_folder(folder: &Path) -> Result<()> {
+    File::open(folder).and_then(|folder| folder.sync_all()).doing("sync", folder)
 }
 
 fn read(path: &Path) -> Result<Option<Entry>> {
@@ -247,7 +268,7 @@ mod tests {
         entries.put(&entry).unwrap();
         fs::write(entries.image(&entry), "not an image").unwrap();
         for is_begin in [true, true, false] {
-            entries.count_use(&entry.reference, &entry.name, is_begin).unwrap();
+            entries.count_use((&entry.reference, &entry.name), is_begin.then_some(&entry)).unwrap();
         }
         drop(entries);
         fs::write(folder.path().join("entries/.new-1"), "half").unwrap();
@@ -257,10 +278,22 @@ mod tests {
         assert_eq!(fs::read_dir(folder.path().join("entries")).unwrap().count(), 1);
         assert_eq!(fs::read_dir(folder.path().join("layers")).unwrap().count(), 0, "no images");
         assert_eq!(entries.get("h/a:2", &entry.name).unwrap(), None);
-        entries.count_use(&entry.reference, &entry.name, false).unwrap();
-        entries.count_use(&entry.reference, &entry.name, false).unwrap();
+        entries.count_use((&entry.reference, &entry.name), None).unwrap();
+        entries.count_use((&entry.reference, &entry.name), None).unwrap();
         assert_eq!(entries.get(&entry.reference, &entry.name).unwrap(), None);
         fs::write(entries.path("h/a:1", "x"), "{}").unwrap();
         assert!(matches!(entries.get("h/a:1", "x"), Err(Error::Record { .. })));
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_read_has_nothing_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (entries, entry) = (Entries::open(folder.path()).unwrap(), entry("c"));
+        let image = entries.image(&entry);
+        fs::write(&image, "it may be in use").unwrap();
+        fs::create_dir(entries.path("h/a:1", "x")).unwrap();
+        drop(entries);
+        assert!(matches!(Entries::open(folder.path()), Err(Error::Io { .. })));
+        assert!(image.exists());
     }
 }

@@ -128,11 +128,12 @@ impl Finder {
         let remote = self.images.remote(reference)?;
         let store = self.entries.store();
         let known = self.entries.get(reference, name)?;
+        let uses = known.as_ref().map_or(0, |known| known.uses);
         let entry = match known.filter(|entry| self.entries.image(entry).exists()) {
             Some(entry) => entry,
             None => {
                 let (image, number, layer, toc) = self.find(reference, name)?;
-                let entry = Entry::new(reference, name, &layer, &toc);
+                let entry = Entry { uses, ..Entry::new(reference, name, &layer, &toc) };
                 let path = self.entries.image(&entry);
                 if !path.exists() {
                     image.pull_layer(number, &path, &store)?;

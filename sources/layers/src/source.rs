@@ -94,10 +94,10 @@ impl LayerStore {
         Ok(Entry::new(layer.ino(), fixed(layer.ino(), None)))
     }
 
-    /// Counts that an engine begins or ends to use a layer. It takes `NOENT` for success.
-    fn count_use(&self, reference: &str, name: &str, is_begin: bool) -> Errno {
-        if let Err(error) = self.finder.entries.count_use(reference, name, is_begin) {
-            tracing::warn!("cannot count the uses of layer {name}: {}", ferry_image::told(&error));
+    /// Counts that an engine begins to use a layer, which is known, or ends that. It takes `NOENT` for success.
+    fn count_use(&self, key: (&str, &str), known: Option<&crate::entry::Entry>) -> Errno {
+        if let Err(error) = self.finder.entries.count_use(key, known) {
+            tracing::warn!("cannot count the uses of layer {}: {}", key.1, ferry_image::told(&error));
         }
         Errno::NOENT
     }
@@ -194,7 +194,9 @@ impl FileSystem for LayerStore {
 
     fn create(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>, _: &CreateArgs, _: OFlags) -> Result<(Entry, Handle)> {
         match self.node(dir)? {
-            Node::Layer(layer) if name.as_bytes() == USE => Err(self.count_use(&layer.key.0, &layer.key.1, true)),
+            Node::Layer(layer) if name.as_bytes() == USE => {
+                Err(self.count_use((&layer.key.0, &layer.key.1), Some(&layer.entry)))
+            }
             _ => Err(Errno::ROFS),
         }
     }
@@ -205,7 +207,7 @@ impl FileSystem for LayerStore {
 
     fn rmdir(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
         match (self.node(dir)?, digest_of(name.as_bytes())) {
-            (Node::Image(reference), Some(name)) => Err(self.count_use(&reference, name, false)),
+            (Node::Image(reference), Some(name)) => Err(self.count_use((&reference, name), None)),
             _ => Err(Errno::ROFS),
         }
     }

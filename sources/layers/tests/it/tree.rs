@@ -268,7 +268,9 @@ fn what_was_read_outlives_the_process_while_it_is_used() {
     };
     let tree = place.open();
     assert_eq!(tree.read(&[&name, &toc, "diff", "large"]).unwrap(), noise(1, 1_000_000));
-    // Found, created, let go.
+    // Let go and used again, in one process; found, created, let go.
+    tell_use(&tree);
+    tell_end(&tree);
     tell_use(&tree);
     tell_use(&tree);
     tell_end(&tree);
