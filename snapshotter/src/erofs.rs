@@ -83,6 +83,23 @@ pub fn is_mount_point(at: &Path) -> Result<bool> {
     }
 }
 
+/// Whether the file system of a layer is mounted at `at`, and not one whose server has ended, or that is no longer the layer's.
+///
+/// # Errors
+///
+/// Something cannot be looked at.
+pub fn shows(at: &Path, layer: &Path) -> Result<bool> {
+    // No server is asked.
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
+    let found = match statx(CWD, at, flags, StatxFlags::TYPE) {
+        Err(Errno::NOENT | Errno::NOTCONN | Errno::CONNABORTED) => return Ok(false),
+        found => found.doing("inspect", at)?,
+    };
+    let layer = statx(CWD, layer, flags, StatxFlags::TYPE).doing("inspect", layer)?;
+    let is_same = (found.stx_dev_major, found.stx_dev_minor) == (layer.stx_dev_major, layer.stx_dev_minor);
+    Ok(found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) && is_same)
+}
+
 /// Unmounts a directory, if something is mounted there. Who uses the mount keeps it.
 ///
 /// # Errors

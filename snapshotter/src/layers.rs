@@ -213,9 +213,10 @@ impl Layers {
         let at: Vec<PathBuf> = layers.iter().enumerate().map(|layer| folder.join(name(layer))).collect();
         let mut namespace = None;
         for (layer, at) in layers.iter().zip(&at) {
-            if erofs::is_mount_point(at)? {
+            if erofs::shows(at, layer)? {
                 continue;
             }
+            erofs::unmount_all(at)?;
             let namespace = match &namespace {
                 Some(namespace) => namespace,
                 None => namespace.insert(idmapped::user_namespace(maps)?),

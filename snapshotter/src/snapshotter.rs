@@ -4,13 +4,14 @@
 //! it is recorded, and only then the directory that it replaces is removed. [`Snapshotter::open`] removes what such steps left.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use ferry_engine::metrics::Metrics;
 use ferry_image::told;
+use rustix::fs::syncfs;
 
 use crate::api::{Info, Kind, Labels, Mount};
 use crate::config::Config;
@@ -359,6 +360,11 @@ impl Snapshotter {
             None => (usage::of(&self.folders.upper(record.id))?, self.layers.build(record.id)),
         };
         let has_image = image.is_some();
+        if !has_image {
+            // The record of a layer must not outlive its files: containerd does not unpack it again.
+            let upper = self.folders.upper(record.id);
+            File::open(&upper).and_then(|folder| Ok(syncfs(folder)?)).doing("sync", upper)?;
+        }
         let mut committed = self.metadata.commit(key, Commit { name, parent, labels, usage, image });
         if committed.is_err() {
             // After a failure of the disk, only the database knows.
