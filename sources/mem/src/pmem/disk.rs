@@ -306,7 +306,15 @@ impl Disk {
             state.removed = true;
             state.version += 1;
             let runs: Vec<Run> = state.extents.remove(0..u64::MAX).iter().map(Piece::run).collect();
-            if by_snapshot { self.log.free_by_snapshot(runs) } else { self.log.free(runs) }
+            if by_snapshot {
+                self.log.free_by_snapshot(runs)
+            } else {
+                self.log.free(runs)
+            }
+            drop(state);
+            if self.tier2.is_some() {
+                self.heat.remove(|ino| self.file(ino).is_some());
+            }
         }
     }
 

@@ -141,8 +141,9 @@ impl Disk {
     /// Retries after making room, as long as that succeeds.
     pub(crate) fn with_room<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         loop {
+            let free_before = self.tier1.blocks.free_blocks();
             match attempt() {
-                Err(Errno::NOSPC) if self.make_room()? => {}
+                Err(Errno::NOSPC) if self.make_room(free_before)? => {}
                 outcome => return outcome,
             }
         }
@@ -295,7 +296,9 @@ impl Disk {
             let mut state = file.write();
             let before = self.clear_tail(file, &mut state, size)?;
             let first = size.div_ceil(BLOCK_BYTES);
-            let reservation = self.reserve(0, Growth::Keeps)?;
+            // The first record of a file is one more in each snapshot.
+            let is_first = size > 0 && state.size == 0 && state.extents.blocks() == 0;
+            let reservation = self.reserve(0, if is_first { Growth::Grows } else { Growth::Keeps })?;
             let freed = state.extents.remove(first..u64::MAX).iter().map(Piece::run).collect();
             state.size = size;
             self.record((file, &mut state), reservation, first..u64::MAX, Effects { before, freed, more: 0 });
@@ -340,7 +343,9 @@ impl Disk {
             if first >= last || state.extents.within(first..last).next().is_none() {
                 return Ok(());
             }
-            let reservation = self.reserve(0, Growth::Keeps)?;
+            // A hole in the midst of a piece leaves two.
+            let splits = first > 0 && state.extents.at(first - 1).is_some_and(|piece| piece.end() > last);
+            let reservation = self.reserve(0, if splits { Growth::Grows } else { Growth::Keeps })?;
             let freed = state.extents.remove(first..last).iter().map(Piece::run).collect();
             self.record((file, &mut state), reservation, first..last, Effects { freed, ..Effects::default() });
             Ok(())
@@ -349,6 +354,12 @@ impl Disk {
 
     /// Reserves blocks for the holes of a range; they read as zeros until they are written.
     fn reserve_blocks(&self, file: &File, range: Range<u64>, keep_size: bool) -> Result<()> {
+        let holes = file.read().extents.holes(block_of(range.start)..range.end.div_ceil(BLOCK_BYTES));
+        let missing: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
+        // Nothing is moved out of the first tier for what never fits.
+        if missing > self.space().1.min(self.tier1.blocks.blocks()) {
+            return Err(Errno::NOSPC);
+        }
         self.with_room(|| {
             let _change = self.change();
             let mut state = file.write();

@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::Ino;
@@ -15,11 +15,15 @@ use super::disk::File;
 
 /// The maximum number of queued warm files; others wait for their next use.
 const WARM_MAX: usize = 4096;
+/// So many removed files may stay in the ring, however short it is.
+const REMOVED_MAX: usize = 1024;
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Heat {
     ring: Mutex<VecDeque<Ino>>,
+    /// Files that were removed since removed ones were last taken out of the ring.
+    removed: AtomicUsize,
     warm: Mutex<VecDeque<Ino>>,
 }
 
@@ -27,6 +31,21 @@ impl Heat {
     /// Adds a new file to the ring.
     pub(crate) fn add(&self, ino: Ino) {
         lock(&self.ring).push_back(ino);
+    }
+
+    /// A file was removed. The ring has at most as many removed files as others, or some.
+    pub(crate) fn remove(&self, exists: impl Fn(Ino) -> bool) {
+        let removed = self.removed.fetch_add(1, Ordering::Relaxed) + 1;
+        if removed <= (self.files() / 2).max(REMOVED_MAX) {
+            return;
+        }
+        self.removed.store(0, Ordering::Relaxed);
+        // As in `next`.
+        let mut known = std::mem::take(&mut *lock(&self.ring));
+        known.retain(|ino| exists(*ino));
+        let mut ring = lock(&self.ring);
+        known.append(&mut ring);
+        *ring = known;
     }
 
     /// Returns the length of the ring, which includes some removed files.
@@ -88,6 +107,18 @@ mod tests {
         let round: Vec<_> = (0..6).map(|_| heat.next(find).map(|file| (file.ino.0, file.cool())).unwrap()).collect();
         assert_eq!(round, [(0, true), (1, false), (3, false), (0, false), (1, false), (3, false)]);
         assert_eq!(heat.files(), 3);
+    }
+
+    #[test]
+    fn removed_files_do_not_fill_the_ring() {
+        let heat = Heat::default();
+        heat.add(Ino(0));
+        for ino in 1..100_000 {
+            heat.add(Ino(ino));
+            heat.remove(|ino| ino == Ino(0));
+            assert!(heat.files() <= REMOVED_MAX + 2, "{}", heat.files());
+        }
+        assert!(heat.files() >= 1);
     }
 
     #[test]

@@ -94,6 +94,12 @@ pub(crate) enum Growth {
     Keeps,
 }
 
+impl Pending {
+    fn is_full(&self) -> bool {
+        self.used + FULL_BYTES > self.superblock.layout.log_bytes() / 4 * 3
+    }
+}
+
 impl Log {
     /// Continues an existing log at this record and this byte of the area.
     pub(crate) fn new(medium: Arc<dyn Medium>, superblock: Superblock, next_index: u64, position: u64) -> Self {
@@ -180,8 +186,7 @@ impl Log {
 
     /// Returns whether records that make metadata grow are refused.
     pub(crate) fn is_full(&self) -> bool {
-        let pending = lock(&self.pending);
-        pending.used + FULL_BYTES > pending.superblock.layout.log_bytes() / 4 * 3
+        lock(&self.pending).is_full()
     }
 
     /// Adds ranges of the medium to sync with the next flush.
@@ -212,7 +217,10 @@ impl Log {
     pub(crate) fn wants_snapshot(&self) -> bool {
         let pending = lock(&self.pending);
         let capacity = pending.superblock.layout.log_bytes();
-        pending.used > capacity / 8 * 5 && pending.used - pending.used_by_snapshot >= capacity / 16
+        let since = pending.used - pending.used_by_snapshot;
+        let is_due = pending.used > capacity / 8 * 5 && since >= capacity / 16;
+        // It frees what was removed since, and what the records of that take.
+        is_due || pending.is_full() && since >= (capacity / 512).max(FULL_BYTES)
     }
 
     /// Returns the number of records in the active log.

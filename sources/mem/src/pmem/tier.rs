@@ -50,14 +50,17 @@ enum Direction {
 }
 
 impl Disk {
-    /// Frees blocks; returns `false` if no more can be freed.
-    pub(crate) fn make_room(&self) -> Result<bool> {
+    /// Frees blocks, until there are more than `free_before`; returns `false` if no more can be freed.
+    pub(crate) fn make_room(&self, free_before: u64) -> Result<bool> {
+        let has_more = || self.tier1.blocks.free_blocks() > free_before;
         if self.log.is_full() {
             return Ok(false);
         }
-        let before = self.tier1.blocks.free_blocks();
+        if has_more() {
+            return Ok(true);
+        }
         self.sync_log()?;
-        if self.tier1.blocks.free_blocks() > before {
+        if has_more() {
             return Ok(true);
         }
         // Once around the ring to find out what is used, and once more.
@@ -65,7 +68,7 @@ impl Disk {
         if moved > 0 {
             self.sync_log()?;
         }
-        Ok(self.tier1.blocks.free_blocks() > before)
+        Ok(has_more())
     }
 
     /// Moves some cold data out, and some warm data back.

@@ -10,13 +10,13 @@ use ferry_vfs::{Errno, FallocateFlags, Ino, Input, Result, Timespec};
 use rustix::fs::{MemfdFlags, SeekFrom};
 
 use super::file::File;
-use crate::store::Space;
+use crate::store::{Space, WriteAt};
 
 const PAGE_BYTES: u64 = 4096;
 /// `st_blocks` counts in these.
 const BLOCK_BYTES: u64 = 512;
-/// Appends go through a buffer on the stack.
-const APPEND_BYTES: usize = 16 << 10;
+/// Writes go through a buffer on the stack.
+const BUFFER_BYTES: usize = 16 << 10;
 
 /// All memfds, by inode.
 #[derive(Debug)]
@@ -128,20 +128,20 @@ impl Memfds {
         done
     }
 
-    /// Writes at the end, which only the holder of the file's lock knows.
-    pub(super) fn append(&self, file: &File, len: u32, input: &mut dyn Input) -> Result<usize> {
+    /// Writes, with the file's lock: only its holder knows the end, and frees nothing of what was allocated before it is written.
+    pub(super) fn write(&self, file: &File, at: WriteAt, input: &mut dyn Input) -> Result<usize> {
         let mut dense_to = lock(&file.dense_to);
-        let mut buffer = [0; APPEND_BYTES];
-        let mut left = usize::try_from(len).map_err(|_| Errno::INVAL)?;
+        let mut buffer = [0; BUFFER_BYTES];
+        let mut left = usize::try_from(at.len).map_err(|_| Errno::INVAL)?;
         let mut done = 0;
         while left > 0 {
-            let count = input.take(&mut buffer[..left.min(APPEND_BYTES)]);
+            let count = input.take(&mut buffer[..left.min(BUFFER_BYTES)]);
             if count == 0 {
                 break;
             }
-            let end = file.usage()?.size;
-            let reserved = self.reserve_locked(file, &mut dense_to, end, count as u64);
-            match reserved.and_then(|()| rustix::io::pwrite(file.as_fd(), &buffer[..count], end)) {
+            let offset = if at.append { file.usage()?.size } else { at.offset + done as u64 };
+            let reserved = self.reserve_locked(file, &mut dense_to, offset, count as u64);
+            match reserved.and_then(|()| rustix::io::pwrite(file.as_fd(), &buffer[..count], offset)) {
                 Ok(written) => done += written,
                 Err(error) if done == 0 => return Err(error),
                 Err(_) => break,

@@ -182,8 +182,7 @@ impl Store for Tmpfs {
 
     fn write(&self, file: &Arc<File>, at: WriteAt, input: &mut dyn Input) -> Result<Data> {
         match &self.0 {
-            Place::Memfds(memfds) if at.append => return memfds.append(file, at.len, input).map(Data::Bytes),
-            Place::Memfds(memfds) => memfds.reserve(file, at.offset, at.len.into())?,
+            Place::Memfds(memfds) => return memfds.write(file, at, input).map(Data::Bytes),
             Place::Mount(_) => {}
         }
         let backing = if at.append { self.append(file)? } else { &file.plain };

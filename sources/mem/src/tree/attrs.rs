@@ -57,7 +57,8 @@ impl<S: Store> Tree<S> {
         if body.is_live() {
             let usage = self.store.usage(node.ino, body.file.as_deref())?;
             if std::mem::take(&mut body.unknown) {
-                body.has_data = usage.size != 0 || usage.blocks != 0;
+                // An open may have made the data meanwhile.
+                body.has_data |= usage.size != 0 || usage.blocks != 0;
             }
             (body.size, body.blocks) = (usage.size, usage.blocks);
             overlay(&mut state.meta, &usage, node.noted_write());
@@ -138,7 +139,7 @@ impl<S: Store> Tree<S> {
         let _shortening = set.size.map(|size| self.shortening(cx.session, ino, size));
         let _change = self.begin()?;
         let node = self.table.get(ino)?;
-        let mut state = node.write();
+        let mut state = node.write_live()?;
         self.sync_attr(&node, &mut state)?;
         let now = now_after::<S>([state.meta.ctime]);
         if let Some(size) = set.size {
@@ -241,15 +242,18 @@ impl<S: Store> Tree<S> {
 
     /// Updates the access time after a read, as `relatime` does: when it is older than a change, or than a day.
     pub(crate) fn accessed(&self, node: &Node<S>) {
-        let now = S::now();
-        let is_old = |meta: &Meta| {
-            meta.atime <= meta.mtime || meta.atime <= meta.ctime || now.sec.saturating_sub(meta.atime.sec) >= DAY_S
-        };
-        let old = |meta: &Meta| is_old(meta) && meta.atime < now;
-        if !self.limits.read_only && old(&node.read().meta) {
+        if self.is_access_late(&node.read().meta) {
             // Not logged separately: the next record includes it.
-            node.write().meta.atime = now;
+            node.write().meta.atime = S::now();
         }
+    }
+
+    /// Whether a read now changes the access time.
+    pub(crate) fn is_access_late(&self, meta: &Meta) -> bool {
+        let now = S::now();
+        let is_old =
+            meta.atime <= meta.mtime || meta.atime <= meta.ctime || now.sec.saturating_sub(meta.atime.sec) >= DAY_S;
+        is_old && meta.atime < now && !self.limits.read_only
     }
 
     pub(crate) fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {

@@ -99,20 +99,18 @@ impl<S: Store> Tree<S> {
         // Before any lock, as for SETATTR.
         let shortening = truncates.then(|| self.shortening(cx.session, node.ino, 0));
         let change = if truncates { Some(self.begin()?) } else { None };
-        let mut state = node.write();
-        if state.ended {
-            return Err(Errno::STALE);
-        }
+        let mut state = node.write_live()?;
         if truncates {
             self.truncate_at_open(cx, node, &mut state)?;
         }
         let has_data = state.file()?.has_data || state.file()?.unknown;
         state.file_mut()?.opens += 1;
         let opened = if has_data { self.data(node, &mut state).map(drop) } else { Ok(()) };
+        // Before the lock is given back: nothing ends the inode.
+        node.hold();
         drop(state);
         drop(change);
         drop(shortening);
-        node.hold();
         if let Err(error) = opened {
             self.close(node);
             return Err(error);
@@ -245,13 +243,19 @@ impl<S: Store> Tree<S> {
     }
 
     pub(crate) fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
-        self.handles.with(cx.session, at.ino, at.handle, |open| {
+        let (done, late) = self.handles.with(cx.session, at.ino, at.handle, |open| {
             let state = open.node.read();
+            let late = !S::KEEPS_TIMES && self.is_access_late(&state.meta);
+            let late = late.then(|| Arc::clone(&open.node));
             match &state.file()?.file {
-                Some(file) => self.store.read(file, at.offset, at.len, out),
-                None => Ok(Data::Bytes(0)),
+                Some(file) => Ok((self.store.read(file, at.offset, at.len, out)?, late)),
+                None => Ok((Data::Bytes(0), late)),
             }
-        })
+        })?;
+        if let Some(node) = late {
+            self.accessed(&node);
+        }
+        Ok(done)
     }
 
     pub(crate) fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
@@ -293,7 +297,7 @@ impl<S: Store> Tree<S> {
 
     /// Does the part of a write that needs the inode's lock exclusively. The caller began the change.
     fn prepare_write(&self, cx: &Caller<'_>, node: &Node<S>, clear: bool) -> Result<()> {
-        let mut state = node.write();
+        let mut state = node.write_live()?;
         self.data(node, &mut state)?;
         self.sync_attr(node, &mut state)?;
         let cleared = self.clear_privileges(node, &mut state, clear.then_some(cx))?;
@@ -333,7 +337,7 @@ impl<S: Store> Tree<S> {
             return Err(Errno::BADF);
         }
         let node = &open.node;
-        let mut state = node.write();
+        let mut state = node.write_live()?;
         let file = self.data(node, &mut state)?;
         self.sync_attr(node, &mut state)?;
         // The protocol does not say whether the caller may keep privileges; root may.

@@ -150,6 +150,12 @@ impl<S: Store> Node<S> {
         sync::write(&self.state)
     }
 
+    /// The state of an inode that a client knows, exclusively. Another request may have ended it meanwhile.
+    pub(crate) fn write_live(&self) -> Result<RwLockWriteGuard<'_, State<S>>> {
+        let state = self.write();
+        if state.ended { Err(Errno::STALE) } else { Ok(state) }
+    }
+
     /// Adds a reference or a handle. The caller has a hold, or the lock of a directory with a name of the inode.
     pub(crate) fn hold(&self) {
         self.holds.fetch_add(1, Ordering::Relaxed);

@@ -3,14 +3,14 @@
 //! # The order of locks
 //!
 //! 1. The gate (shared), where the store keeps a journal.
-//! 2. [`Tree::renames`], to move a name between two directories. While it is held no directory changes its parent, so
-//!    ancestor relations are stable.
-//! 3. Directories, ancestors before descendants; unrelated directories by number. All other operations lock one
-//!    directory and then at most one inode in it.
+//! 2. [`Tree::renames`], to move a name between two directories, or to put a directory in the place of another one. While it is held no
+//!    directory changes its parent, so ancestor relations are stable.
+//! 3. Directories, ancestors before descendants; unrelated directories by number.
 //! 4. Everything else, by number.
 //!
-//! No thread waits for an inode of a lower number while it holds one of a higher number. The locks of the shards of the
-//! tables come after all of these, and only the store takes locks inside them.
+//! Without `renames` a thread locks a directory, and then inodes in it of which at most one is a directory. So only one thread at a time
+//! locks directories in another order than from parent to child, and nobody waits in a circle. The locks of the shards of the tables come
+//! after all of these, and only the store takes locks inside them.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, RwLockWriteGuard};
@@ -94,10 +94,19 @@ impl<S: Store> Tree<S> {
         let change = self.begin()?;
         let (from_dir, to_dir) = (self.table.get(from.0)?, self.table.get(to.0)?);
         let between = from.0 != to.0;
-        let renames = between.then(|| lock(&self.renames));
-        let mut dirs = self.lock_dirs(&from_dir, &to_dir);
-        let source = Arc::clone(dirs.from.dir()?.get(from.1).ok_or(Errno::NOENT)?);
-        let target = dirs.to().dir()?.get(to.1).cloned();
+        let mut renames = between.then(|| lock(&self.renames));
+        let (mut dirs, source, target) = loop {
+            let mut dirs = self.lock_dirs(&from_dir, &to_dir);
+            let source = Arc::clone(dirs.from.dir()?.get(from.1).ok_or(Errno::NOENT)?);
+            let target = dirs.to().dir()?.get(to.1).cloned();
+            let is_pair = source.is_dir() && target.as_ref().is_some_and(|target| target.is_dir());
+            if renames.is_some() || !is_pair {
+                break (dirs, source, target);
+            }
+            drop(dirs);
+            // The names may refer to others by then.
+            renames = Some(lock(&self.renames));
+        };
         let step = Move { from: (&from_dir, from.1), to: (&to_dir, to.1), source, target, flags };
         if flags.contains(RenameFlags::NOREPLACE) && step.target.is_some() {
             return Err(Errno::EXIST);

@@ -175,7 +175,7 @@ impl<S: Store> Tree<S> {
         if value.len() > VALUE_BYTES_MAX {
             return Err(Errno::TOOBIG);
         }
-        let mut state = node.write();
+        let mut state = node.write_live()?;
         let known = state.xattr(name).is_some();
         if flags.contains(XattrFlags::CREATE) && known {
             return Err(Errno::EXIST);
@@ -219,7 +219,7 @@ impl<S: Store> Tree<S> {
         let _change = self.begin()?;
         let node = self.table.get(ino)?;
         let class = class(name, node.kind)?;
-        let mut state = node.write();
+        let mut state = node.write_live()?;
         if state.xattr(name).is_none() {
             // On Linux, removing a missing ACL is not an error.
             return if class == Class::Plain { Err(Errno::NODATA) } else { Ok(()) };

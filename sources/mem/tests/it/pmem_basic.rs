@@ -176,9 +176,49 @@ fn a_full_image_is_an_error_and_recovers() {
 }
 
 #[test]
-fn full_metadata_is_an_error_and_recovers() {
+fn a_file_that_was_empty_at_mount_keeps_what_is_written() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
+    let free = fs.statfs(&cx(), Ino::ROOT).unwrap().bfree;
+    let (ino, handle) = put(&fs, Ino::ROOT, b"log", 0, b"").unwrap();
+    close(&fs, ino, handle);
+    drop(fs);
+    let fs = open(&path, &Options::default()).unwrap();
+    let ino = fs.lookup(&cx(), Ino::ROOT, name(b"log")).unwrap().ino;
+    let open = |flags| fs.open(&cx(), ino, flags).unwrap();
+    let handle = open(OFlags::RDWR);
+    fs.flush(&cx(), ino, handle, 0).unwrap();
+    write(&fs, ino, handle, 0, b"hello world");
+    fs.release(&cx(), ino, handle);
+    let handle = open(OFlags::RDWR);
+    assert_eq!(get(&fs, ino, handle, 0, 11), b"hello world");
+    fs.release(&cx(), ino, handle);
+    let handle = open(OFlags::RDWR | OFlags::TRUNC);
+    write(&fs, ino, handle, 0, b"x");
+    assert_eq!(get(&fs, ino, handle, 0, 11), b"x");
+    fs.release(&cx(), ino, handle);
+    fs.unlink(&cx(), Ino::ROOT, name(b"log")).unwrap();
+    fs.forget(ino, 1);
+    fs.syncfs(&cx(), Ino::ROOT).unwrap();
+    assert_eq!(fs.statfs(&cx(), Ino::ROOT).unwrap().bfree, free);
+}
+
+#[test]
+fn reads_move_the_access_time() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, &[1; 5000]).unwrap();
+    let old = Timespec { sec: 20, nsec: 0 };
+    let set = SetAttr { atime: Some(ferry_vfs::SetTime::At(old)), ..SetAttr::default() };
+    assert_eq!(fs.setattr(&cx(), ino, None, &set).unwrap().atime, old);
+    assert_eq!(get(&fs, ino, handle, 0, 10), [1; 10]);
+    assert!(fs.getattr(&cx(), ino, None).unwrap().atime > old);
+}
+
+#[test]
+fn full_metadata_is_an_error_and_recovers() {
+    let (_dir, path) = image();
+    let fs = open(&path, &Options { size_bytes: Some(8 * IMAGE_BYTES), ..Options::default() }).unwrap();
     let new = CreateArgs { mode: 0o755, ..CreateArgs::default() };
     let mut made = 0;
     while let Ok(entry) = fs.mkdir(&cx(), Ino::ROOT, name(format!("{made:0200}").as_bytes()), &new) {
@@ -186,17 +226,42 @@ fn full_metadata_is_an_error_and_recovers() {
         made += 1;
     }
     assert_eq!(fs.mkdir(&cx(), Ino::ROOT, name(b"x"), &new).unwrap_err(), Errno::NOSPC);
-    assert!(made > 300, "{made}");
+    assert!(made > 2000, "{made}");
+    // A small part of them.
+    let removed = made / 25;
+    let remove = |fs: &PMem, index: usize| {
+        fs.rmdir(&cx(), Ino::ROOT, name(format!("{index:0200}").as_bytes())).unwrap();
+    };
+    (0..removed).for_each(|index| remove(&fs, index));
+    fs.forget(fs.mkdir(&cx(), Ino::ROOT, name(b"x"), &new).expect("there is room again").ino, 1);
+    fs.rmdir(&cx(), Ino::ROOT, name(b"x")).unwrap();
     fs.syncfs(&cx(), Ino::ROOT).unwrap();
     drop(fs);
     let fs = open(&path, &Options::default()).unwrap();
-    assert_eq!(walk(&fs).len(), made);
-    for index in 0..made {
-        fs.rmdir(&cx(), Ino::ROOT, name(format!("{index:0200}").as_bytes())).unwrap();
-    }
+    assert_eq!(walk(&fs).len(), made - removed);
+    (removed..made).for_each(|index| remove(&fs, index));
     assert!(fs.mkdir(&cx(), Ino::ROOT, name(b"x"), &new).is_ok());
     drop(fs);
     assert!(fsck(&path, None, false).unwrap().is_clean());
+}
+
+#[test]
+fn empty_files_that_grow_do_not_fill_the_metadata_to_its_end() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let mut files = Vec::new();
+    while let Ok((ino, handle)) = put(&fs, Ino::ROOT, format!("{:06}", files.len()).as_bytes(), 0, b"") {
+        fs.release(&cx(), ino, handle);
+        files.push(ino);
+    }
+    let set = SetAttr { size: Some(1), ..SetAttr::default() };
+    for ino in &files {
+        let _ = fs.setattr(&cx(), *ino, None, &set);
+        fs.forget(*ino, 1);
+    }
+    for index in 0..files.len() {
+        assert_eq!(fs.unlink(&cx(), Ino::ROOT, name(format!("{index:06}").as_bytes())), Ok(()), "{index}");
+    }
 }
 
 #[test]

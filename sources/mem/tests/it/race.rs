@@ -5,6 +5,7 @@
 use crate::common;
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{Share, name, new};
@@ -124,6 +125,89 @@ fn the_tree_stays_sound() {
     assert_eq!(share.fs.usage().handles, 0);
     let stat = share.fs.statfs(&share.cx, Ino::ROOT).unwrap();
     assert_eq!((stat.blocks - stat.bfree) * 8, blocks, "no data live that have no inode");
+}
+
+/// An exchange of two directories, a listing, and a move between directories of which one has come below a younger one.
+#[test]
+fn moves_and_listings_do_not_wait_for_each_other_in_a_circle() {
+    let share = Arc::new(Share::new(Options::default()));
+    let sub = share.mkdir(Ino::ROOT, "sub");
+    let parent = share.mkdir(Ino::ROOT, "p");
+    let (a, b) = (share.mkdir(parent, "a"), share.mkdir(parent, "b"));
+    share.fs.rename(&share.cx, (Ino::ROOT, name("sub")), (b, name("sub")), RenameFlags::empty()).unwrap();
+    for number in 0..500 {
+        share.forget(share.mkdir(b, &format!("{number}")));
+    }
+    let file = share.create(sub, "x", 0o644);
+    share.release(file);
+    let (told, ended) = std::sync::mpsc::channel();
+    let start = Instant::now();
+    let run = |step: fn(&Share, [Ino; 4])| {
+        let (share, told) = (Arc::clone(&share), told.clone());
+        std::thread::spawn(move || {
+            while start.elapsed() < TIME {
+                step(&share, [sub, parent, a, b]);
+            }
+            told.send(()).unwrap();
+        })
+    };
+    run(|share, [_, parent, ..]| {
+        share.fs.rename(&share.cx, (parent, name("a")), (parent, name("b")), RenameFlags::EXCHANGE).unwrap();
+    });
+    run(|share, [.., b]| drop(share.list(b, true, 1000)));
+    run(|share, [sub, _, a, _]| {
+        for (from, to) in [((sub, name("x")), (a, name("y"))), ((a, name("y")), (sub, name("x")))] {
+            share.fs.rename(&share.cx, from, to, RenameFlags::empty()).unwrap();
+        }
+    });
+    for _ in 0..3 {
+        ended.recv_timeout(TIME + Duration::from_secs(60)).expect("nobody waits for ever");
+    }
+}
+
+/// Requests on a file that others end meanwhile leave an image that is sound.
+#[test]
+fn nothing_is_recorded_of_an_inode_that_has_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("image");
+    let sized = ferry_mem::pmem::Options { size_bytes: Some(8 << 20), ..Default::default() };
+    let fs = ferry_mem::pmem::open(&path, &sized).unwrap();
+    let cx = crate::pmem_common::cx();
+    let free = fs.statfs(&cx, Ino::ROOT).unwrap().bfree;
+    let start = Instant::now();
+    while start.elapsed() < TIME {
+        let (entry, handle) = fs.create(&cx, Ino::ROOT, name("f"), &new(0o644), OFlags::RDWR).unwrap();
+        let ino = entry.ino;
+        fs.unlink(&cx, Ino::ROOT, name("f")).unwrap();
+        let begun = std::sync::Barrier::new(4);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                begun.wait();
+                fs.release(&cx, ino, handle);
+                fs.forget(ino, 1);
+            });
+            scope.spawn(|| {
+                begun.wait();
+                let _ = fs.setattr(&cx, ino, None, &SetAttr { size: Some(5000), ..SetAttr::default() });
+            });
+            scope.spawn(|| {
+                begun.wait();
+                let _ = fs.fallocate(&cx, ino, handle, 0, 20_000, FallocateFlags::empty());
+            });
+            scope.spawn(|| {
+                begun.wait();
+                if let Ok(handle) = fs.open(&cx, ino, OFlags::RDWR) {
+                    fs.release(&cx, ino, handle);
+                }
+            });
+        });
+    }
+    fs.syncfs(&cx, Ino::ROOT).unwrap();
+    assert_eq!(fs.statfs(&cx, Ino::ROOT).unwrap().bfree, free);
+    drop(fs);
+    let report = ferry_mem::pmem::fsck(&path, None, false).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    ferry_mem::pmem::open(&path, &ferry_mem::pmem::Options::default()).unwrap();
 }
 
 #[test]
