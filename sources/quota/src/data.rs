@@ -23,21 +23,24 @@ struct Granted<'a> {
 }
 
 impl Quota {
-    /// Reserves the room that a range of a file may need; if there is little, for a part of the range, but not for none.
+    /// Reserves the room that a range of a file may need, which begins where `place` says; if there is little, for a part of the range, but not for none.
     fn grant<'a>(
         &'a self,
         cx: &Caller<'_>,
         (held, handle): (&'a Held<'a>, Handle),
-        offset: u64,
+        place: &dyn Fn() -> Result<u64>,
         len: u64,
     ) -> Result<Granted<'a>> {
-        let begin = offset - offset % BLOCK;
-        let end = offset.saturating_add(len);
+        let range = |offset: u64| (offset - offset % BLOCK, offset.saturating_add(len));
+        let (begin, end) = range(place()?);
         if let Some(reservation) = self.bytes.reserve(whole_blocks(end - begin)) {
             return Ok(Granted { reservation, len, _layout: None });
         }
         // Parts of the range may have storage. Nothing frees it while `layout` is held.
         let layout = lock(&held.charge().layout);
+        // Others may have appended meanwhile.
+        let offset = place()?;
+        let (begin, end) = range(offset);
         let file = self.source.backing(cx, held.ino, handle).ok_or_else(|| self.is_full())?;
         let holes = sys::holes(&*file, begin..end.checked_next_multiple_of(BLOCK).unwrap_or(u64::MAX))?;
         let (room, mut needed, mut fits_to) = (self.bytes.room(), 0, end);
@@ -67,12 +70,12 @@ impl Quota {
     }
 
     fn write_granted(&self, cx: &Caller<'_>, held: &Held<'_>, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
-        let offset = match at.flags.contains(OFlags::APPEND) {
-            // The host places the data at the end, which may be elsewhere by then: one block more.
-            true => self.source.getattr(cx, at.ino, Some(at.handle))?.size,
-            false => at.offset,
+        let place = || match at.flags.contains(OFlags::APPEND) {
+            // The host places the data at the end.
+            true => Ok(self.source.getattr(cx, at.ino, Some(at.handle))?.size),
+            false => Ok(at.offset),
         };
-        let granted = self.grant(cx, (held, at.handle), offset, at.len.into())?;
+        let granted = self.grant(cx, (held, at.handle), &place, at.len.into())?;
         let at = IoRange { len: u32::try_from(granted.len).map_or(at.len, |len| len.min(at.len)), ..*at };
         let mut input = Part { input, rest: at.len as usize };
         let written = match self.source.write(cx, &at, &mut input) {
@@ -111,7 +114,7 @@ impl Quota {
                 (true, _) => None,
                 (_, true) => Some((self.reserve_bytes(BLOCK)?, None)),
                 _ => {
-                    let granted = self.grant(cx, (&held, handle), offset, len)?;
+                    let granted = self.grant(cx, (&held, handle), &|| Ok(offset), len)?;
                     if granted.len < len {
                         return Err(self.is_full());
                     }
@@ -134,7 +137,7 @@ impl Quota {
             // A source that is short needs less room than its client asks for.
             let size = self.source.getattr(cx, copy.from.0, Some(copy.from.1))?.size;
             let len = copy.len.min(COPY_BYTES_MAX).min(size.saturating_sub(copy.from.2));
-            let granted = self.grant(cx, (&held, handle), offset, len)?;
+            let granted = self.grant(cx, (&held, handle), &|| Ok(offset), len)?;
             let copied = self.source.copy_file_range(cx, &CopyRange { len: granted.len, ..*copy });
             self.measure(cx, &held, Some(handle), Some(granted.reservation));
             copied

@@ -123,12 +123,16 @@ impl Quota {
         // A name that replaces another one takes its place.
         let replaced = self.source.lookup(cx, to.0, to.1).inspect(|entry| self.source.forget(entry.ino, 1));
         let room = self.reserve_bytes(if replaced.is_ok() { 0 } else { BLOCK })?;
+        let whiteout = flags.contains(RenameFlags::WHITEOUT).then(|| self.reserve_file()).transpose()?;
         let (held_from, held_to) = (self.hold(cx, from.0)?, self.hold(cx, to.0)?);
         let _removal = self.removals.begin();
         let renamed = match flags.contains(RenameFlags::NOREPLACE) {
             true => rename(),
             false => self.losing(cx, to.0, to.1, rename),
         };
+        if let Some(whiteout) = whiteout.filter(|_| renamed.is_ok()) {
+            whiteout.settle(1);
+        }
         self.settle(cx, held_to, Some(room));
         self.settle(cx, held_from, None);
         renamed

@@ -26,11 +26,19 @@ fn no_more_inodes_than_allowed_are_created() {
         quota.tmpfile(cx, Ino::ROOT, &new(0o644), OFlags::RDWR).map(drop),
     ];
     assert_eq!(full, [Err(Errno::NOSPC); 5]);
+    let whiteout = |from, to| quota.rename(cx, (Ino::ROOT, name(from)), (Ino::ROOT, name(to)), RenameFlags::WHITEOUT);
+    assert_eq!(whiteout("fifo", "moved"), Err(Errno::NOSPC), "it leaves an inode");
     // A further name is no inode.
     quota.link(cx, file.0, Ino::ROOT, name("again")).unwrap();
     quota.forget(file.0, 1);
     tree.unlink("file").unwrap();
     tree.close((unnamed.0.ino, unnamed.1));
+    tree.assert_exact();
+    assert_eq!(quota.usage().files, 5);
+    whiteout("fifo", "moved").unwrap();
+    tree.assert_exact();
+    assert_eq!(quota.usage().files, 6);
+    tree.unlink("fifo").unwrap();
     tree.assert_exact();
     assert_eq!(quota.usage().files, 5);
     // What failed left nothing behind.
