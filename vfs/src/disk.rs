@@ -125,6 +125,12 @@ pub trait Disk: Send + Sync {
         self.features().slow
     }
 
+    /// Returns whether [`flush`](Self::flush) would block until the data is durable. Exports then call it on a thread where it blocks
+    /// nothing else.
+    fn flush_waits(&self) -> bool {
+        self.features().slow
+    }
+
     /// Makes written data durable. If it returns a descriptor, the export calls `fdatasync` on it. `None`: the data is
     /// durable already.
     fn flush(&self) -> Result<Option<Arc<Backing>>> {

@@ -129,7 +129,7 @@ impl Device for Blk {
     }
 
     fn session(&self) {
-        self.state.reset();
+        self.state.begin();
     }
 
     fn handler(&self, _: &Arc<()>, _: usize, port: Arc<Port<Reply>>) -> Handler {

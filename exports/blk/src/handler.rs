@@ -148,7 +148,7 @@ impl Handler {
     }
 
     fn flush(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
-        if self.state.features.slow {
+        if self.state.disk.flush_waits() {
             return self.run_on_pool(io, Job::Flush, None);
         }
         match self.state.disk.flush() {
@@ -179,7 +179,12 @@ impl Handler {
             _ => Range::decode_write_zeroes,
         };
         match decode(bytes, limits) {
-            Ok(ranges) => self.run_on_pool(io, Job::of_ranges(request, ranges, !self.state.is_writeback()), None),
+            Ok(ranges) => {
+                if let (Some(limiter), Request::WriteZeroes { .. }) = (&self.limiter, request) {
+                    limiter.charge_bytes(ranges.iter().map(|range| range.bytes).fold(0, u64::saturating_add));
+                }
+                self.run_on_pool(io, Job::of_ranges(request, ranges, !self.state.is_writeback()), None)
+            }
             Err(refusal) => self.refuse(chain, refusal),
         }
     }

@@ -50,8 +50,10 @@ pub(crate) struct State {
     may_cache: bool,
     /// The last known size: querying the disk may block on a lock.
     bytes: AtomicU64,
-    /// The driver wants the cache.
+    /// The driver wants the cache, if it can tell.
     wants_cache: AtomicBool,
+    /// The driver supports CONFIG_WCE.
+    can_choose: AtomicBool,
     /// The driver supports FLUSH.
     can_flush: AtomicBool,
 }
@@ -70,6 +72,7 @@ impl State {
             may_cache,
             bytes: bytes.into(),
             wants_cache: true.into(),
+            can_choose: true.into(),
             can_flush: true.into(),
         }
     }
@@ -106,7 +109,8 @@ impl State {
 
     /// Returns whether writes may complete before they are durable (section 5.2.6.2).
     pub(crate) fn is_writeback(&self) -> bool {
-        self.may_cache && self.wants_cache() && self.can_flush.load(Ordering::Relaxed)
+        let wants_cache = self.wants_cache() || !self.can_choose.load(Ordering::Relaxed);
+        self.may_cache && wants_cache && self.can_flush.load(Ordering::Relaxed)
     }
 
     /// Returns whether the driver has the write cache switched on.
@@ -121,13 +125,21 @@ impl State {
 
     /// Applies the negotiated features: if the driver can neither flush nor switch the cache, every write is durable.
     pub(crate) fn negotiated(&self, features: DeviceFeatures) {
-        let can_flush = features.contains(DeviceFeatures::FLUSH) || features.contains(DeviceFeatures::CONFIG_WCE);
-        self.can_flush.store(can_flush, Ordering::Relaxed);
+        let can_choose = features.contains(DeviceFeatures::CONFIG_WCE);
+        self.can_choose.store(can_choose, Ordering::Relaxed);
+        self.can_flush.store(can_choose || features.contains(DeviceFeatures::FLUSH), Ordering::Relaxed);
     }
 
-    /// Resets the state for another guest, or after a reset.
-    pub(crate) fn reset(&self) {
+    /// Resets the state for another guest.
+    pub(crate) fn begin(&self) {
         self.wants_cache.store(true, Ordering::Relaxed);
+        self.reset();
+    }
+
+    /// Forgets what was negotiated. A cache that is off stays off: QEMU shows the next driver what it has read before the reset, and
+    /// that driver would not flush.
+    pub(crate) fn reset(&self) {
+        self.can_choose.store(true, Ordering::Relaxed);
         self.can_flush.store(true, Ordering::Relaxed);
     }
 }

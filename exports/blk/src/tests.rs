@@ -106,6 +106,8 @@ fn the_cache_mode_is_the_negotiated_one() {
         (true, flush | wce, true, true),
         (true, flush | wce, false, false),
         (true, flush, true, true),
+        // What a driver before it has chosen, this one does not see.
+        (true, flush, false, true),
         (true, wce, true, true),
         (true, DeviceFeatures::default(), true, false),
         (false, flush | wce, true, false),
@@ -115,6 +117,8 @@ fn the_cache_mode_is_the_negotiated_one() {
         state.set_writeback(wanted);
         assert_eq!(state.is_writeback(), writeback, "{may_cache} {negotiated:?} {wanted}");
         state.reset();
+        assert_eq!(state.is_writeback(), may_cache && wanted, "the next driver sees what this one has chosen");
+        state.begin();
         assert_eq!(state.is_writeback(), may_cache);
     }
 }

@@ -33,6 +33,7 @@ mod lock;
 #[cfg(feature = "qcow2")]
 mod qcow2;
 mod raw;
+mod syncs;
 mod sys;
 #[cfg(test)]
 mod tests;

@@ -4,13 +4,14 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ferry_vfs::{
     Backing, BlockRange, Data, Disk, DiskFeatures, Errno, Extent, FallocateFlags, FileType, Geometry, Input, OFlags,
     Output, Result,
 };
 
+use crate::syncs::Syncs;
 use crate::{Cache, Error, Options, lock, sys};
 
 /// The unit of sizes in bytes, and the default block size.
@@ -53,6 +54,9 @@ pub(crate) struct RawDisk {
     /// coherent except in the case of [`Direct::needs_copy`].
     cached: DescriptorPair,
     direct: Option<Direct>,
+    /// Something was written through the page cache, which a failed write to the disk loses.
+    is_buffered: AtomicBool,
+    syncs: Syncs,
     file: File,
     is_device: bool,
     bytes: AtomicU64,
@@ -107,13 +111,20 @@ impl RawDisk {
             slow: false,
         };
         let serial = options.serial_of(path);
-        Ok(Self { cached, direct, file, is_device, bytes: bytes.into(), blocks, features, serial })
+        let (is_buffered, syncs) = (AtomicBool::new(false), Syncs::default());
+        let bytes = bytes.into();
+        Ok(Self { cached, direct, is_buffered, syncs, file, is_device, bytes, blocks, features, serial })
+    }
+
+    /// The descriptors for a direct transfer, if it can be one.
+    fn direct(&self, at: &BlockRange) -> Option<&DescriptorPair> {
+        let direct = self.direct.as_ref().filter(|direct| direct.fits_place(at) && direct.fits_memory(at));
+        direct.map(|direct| &direct.pair)
     }
 
     /// The descriptor for a transfer.
     fn pick(&self, at: &BlockRange, durable: bool) -> Data {
-        let direct = self.direct.as_ref().filter(|direct| direct.fits_place(at) && direct.fits_memory(at));
-        let pair = direct.map_or(&self.cached, |direct| &direct.pair);
+        let pair = self.direct(at).unwrap_or(&self.cached);
         let file = Arc::clone(if durable { &pair.durable } else { &pair.plain });
         Data::Extent(Extent { file, offset: at.offset })
     }
@@ -160,12 +171,29 @@ impl Disk for RawDisk {
         self.writable()?;
         match &self.direct {
             Some(direct) if direct.needs_copy(at) => direct.write_copy(at, durable, input).map(Data::Bytes),
-            _ => Ok(self.pick(at, durable)),
+            _ => {
+                if self.direct(at).is_none() {
+                    self.is_buffered.store(true, Ordering::Relaxed);
+                }
+                Ok(self.pick(at, durable))
+            }
         }
     }
 
+    fn flush_waits(&self) -> bool {
+        self.is_buffered.load(Ordering::Relaxed)
+    }
+
     fn flush(&self) -> Result<Option<Arc<Backing>>> {
-        Ok((!self.features.read_only).then(|| Arc::clone(&self.cached.plain)))
+        if self.features.read_only {
+            return Ok(None);
+        }
+        let file = &self.cached.plain;
+        if !self.flush_waits() {
+            return Ok(Some(Arc::clone(file)));
+        }
+        let synced = self.syncs.run(|| Ok(rustix::fs::fdatasync(&**file)?));
+        synced.map(|()| None).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
     }
 
     fn discard(&self, offset: u64, bytes: u64) -> Result<()> {
@@ -196,7 +224,10 @@ impl Disk for RawDisk {
                 let at = BlockRange { offset, bytes, alignment: 1 };
                 match &self.direct {
                     Some(direct) if direct.needs_copy(&at) => _ = direct.write_copy(&at, durable, &mut Zeros)?,
-                    _ => write_zeros(&self.file, offset, bytes)?,
+                    _ => {
+                        self.is_buffered.store(true, Ordering::Relaxed);
+                        write_zeros(&self.file, offset, bytes)?;
+                    }
                 }
             }
             outcome => outcome?,

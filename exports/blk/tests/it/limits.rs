@@ -119,3 +119,21 @@ fn a_queue_and_a_disk_stop_while_requests_wait() {
     drop(disk);
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
 }
+
+#[test]
+fn zeros_that_a_guest_writes_count() {
+    let _alone = alone();
+    // A disk of one second.
+    let bytes = BLOCKS * BLOCK as u64;
+    let disk = limited(&bucket(0, bytes));
+    let mut driver = connect(&disk, Config { device_features: 1 << 14, ..Config::default() });
+    let begin = Instant::now();
+    for _ in 0..3 {
+        let header = [&13_u32.to_le_bytes()[..], &[0; 12]].concat();
+        let sectors = u32::try_from(bytes / 512).unwrap();
+        let range = [&[0; 8][..], &sectors.to_le_bytes(), &[0; 4]].concat();
+        let ticket = driver.queue(0).submit(&[&header, &range], &[1]).unwrap();
+        assert_eq!(driver.queue(0).wait_for(ticket, common::WITHIN).unwrap().reply, [OK]);
+    }
+    assert!(begin.elapsed() > Duration::from_millis(1500), "{:?}", begin.elapsed());
+}

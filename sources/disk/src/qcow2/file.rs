@@ -3,11 +3,12 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::{Condvar, Mutex};
+#[cfg(test)]
+use std::sync::Mutex;
 
 use ferry_vfs::OFlags;
-use ferry_vfs::sync::{self, lock};
 
+use crate::syncs::Syncs;
 use crate::{lock, sys};
 
 /// Direct I/O uses whole pages: a partial page could be in the page cache, next to data of other writes.
@@ -36,8 +37,7 @@ impl AlignedBuffer {
 pub(super) struct ImageFile {
     cached: File,
     direct: Option<File>,
-    syncs: Mutex<Syncs>,
-    ended: Condvar,
+    syncs: Syncs,
     /// The operations on the file, for tests of power failures.
     #[cfg(test)]
     pub(super) log: Mutex<Vec<Event>>,
@@ -48,16 +48,6 @@ pub(super) struct ImageFile {
 pub(super) enum Event {
     Write(u64, Vec<u8>),
     Sync,
-}
-
-/// Counters of synchronizations.
-#[derive(Default)]
-struct Syncs {
-    begun: u64,
-    ended: u64,
-    is_running: bool,
-    /// Data were lost, which the kernel reports only once.
-    failed: bool,
 }
 
 impl ImageFile {
@@ -72,8 +62,7 @@ impl ImageFile {
         Self {
             cached,
             direct: usable.map(File::from),
-            syncs: Mutex::default(),
-            ended: Condvar::new(),
+            syncs: Syncs::default(),
             #[cfg(test)]
             log: Mutex::default(),
         }
@@ -159,34 +148,16 @@ impl ImageFile {
 
     #[cfg(test)]
     fn note(&self, event: Event) {
-        lock(&self.log).push(event);
+        ferry_vfs::sync::lock(&self.log).push(event);
     }
 
-    /// Makes all earlier writes durable. Concurrent callers share one `fdatasync`.
+    /// Makes all earlier writes durable.
     pub(super) fn sync(&self) -> io::Result<()> {
-        let mut syncs = lock(&self.syncs);
-        let mine = syncs.begun + 1;
-        while syncs.ended < mine && !syncs.failed {
-            if syncs.is_running {
-                syncs = sync::wait(&self.ended, syncs);
-                continue;
-            }
-            syncs.begun += 1;
-            syncs.is_running = true;
-            drop(syncs);
+        self.syncs.run(|| {
             let outcome = self.cached.sync_data();
             #[cfg(test)]
             self.note(Event::Sync);
-            syncs = lock(&self.syncs);
-            syncs.is_running = false;
-            syncs.ended = syncs.begun;
-            syncs.failed |= outcome.is_err();
-            self.ended.notify_all();
-            outcome?;
-        }
-        match syncs.failed {
-            true => Err(io::Error::other("earlier writes could not be made durable")),
-            false => Ok(()),
-        }
+            outcome
+        })
     }
 }

@@ -209,11 +209,12 @@ impl Image {
         let words: Vec<u8> = blocks.iter().flat_map(|offset| offset.to_be_bytes()).collect();
         self.file.write_table(&words, tables.refcounts_offset + slot as u64 * 8)?;
         tables.refcounts[slot..slot + blocks.len()].copy_from_slice(&blocks);
+        self.occupy_blocks(tables, &blocks);
         Ok(())
     }
 
     /// Writes the blocks for [`Self::append_blocks`]; returns their offset.
-    fn write_blocks(&self, tables: &mut Tables, slot: usize, clusters: u64) -> io::Result<Vec<u64>> {
+    fn write_blocks(&self, tables: &Tables, slot: usize, clusters: u64) -> io::Result<Vec<u64>> {
         let first = (slot as u64) << self.shape.refcount_bits();
         let count = self.blocks_for(clusters);
         let end = (first + clusters + count).checked_mul(self.shape.cluster_bytes());
@@ -230,8 +231,12 @@ impl Image {
         }
         let blocks = first + clusters..first + clusters + count;
         self.file.write_table(&counts.bytes, blocks.start << self.shape.cluster_bits)?;
-        tables.occupied.extend(blocks.clone());
         Ok(blocks.map(|cluster| cluster << self.shape.cluster_bits).collect())
+    }
+
+    /// Notes the clusters of new refcount blocks. Until the table names them, a failure leaves them free.
+    fn occupy_blocks(&self, tables: &mut Tables, blocks: &[u64]) {
+        tables.occupied.extend(blocks.iter().map(|offset| offset >> self.shape.cluster_bits));
     }
 
     /// Returns the first slot of the refcount table after the last block.
@@ -266,6 +271,7 @@ impl Image {
         tables.refcounts = words;
         tables.refcounts_offset = offset;
         tables.occupy_range(self.shape, offset, bytes);
+        self.occupy_blocks(tables, &blocks);
         tables.unreference_table(old..old + old_clusters);
         Ok(())
     }
