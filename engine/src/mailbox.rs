@@ -1,8 +1,8 @@
 //! A mailbox through which other threads send messages to a worker.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -14,7 +14,7 @@ pub struct Mailbox<T> {
     /// `None` once the reader has closed it.
     items: Mutex<Option<Vec<T>>>,
     filled: AtomicBool,
-    wake: OwnedFd,
+    wake: Arc<OwnedFd>,
 }
 
 impl<T> Mailbox<T> {
@@ -24,7 +24,7 @@ impl<T> Mailbox<T> {
     /// Those of `eventfd(2)`: the process is out of descriptors or memory.
     pub fn new() -> rustix::io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { items: Mutex::new(Some(Vec::new())), filled: AtomicBool::new(false), wake })
+        Ok(Self { items: Mutex::new(Some(Vec::new())), filled: AtomicBool::new(false), wake: Arc::new(wake) })
     }
 
     /// Posts a message and wakes the reader. Once the mailbox is closed, the message is dropped.
@@ -36,6 +36,11 @@ impl<T> Mailbox<T> {
         self.filled.store(true, Ordering::Release);
         // It fails only when the counter is full, and then the reader is awake already.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// Returns the eventfd that wakes the reader.
+    pub fn wake(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.wake)
     }
 
     /// Returns whether there is a message; costs one load.

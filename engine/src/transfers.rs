@@ -8,7 +8,7 @@ mod transfer;
 use std::collections::VecDeque;
 use std::io;
 use std::marker::PhantomData;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once};
 use std::time::Duration;
@@ -323,15 +323,7 @@ impl Transfers {
     }
 
     /// Lets a write to the eventfd end [`Self::sleep`], until [`Self::unwatch`] with the returned number.
-    ///
-    /// # Errors
-    /// Out of descriptors.
-    pub fn watch(&mut self, fd: impl AsFd) -> io::Result<u64> {
-        Ok(self.watch_shared(Arc::new(fd.as_fd().try_clone_to_owned()?)))
-    }
-
-    /// As [`Self::watch`], with a descriptor that need not be duplicated.
-    pub fn watch_shared(&mut self, fd: Arc<OwnedFd>) -> u64 {
+    pub fn watch(&mut self, fd: Arc<OwnedFd>) -> u64 {
         match &mut self.ring {
             Some(ring) => ring.watch(fd),
             None => {

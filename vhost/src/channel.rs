@@ -15,10 +15,12 @@ use rustix::cmsg_space;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv,
-    recvmsg, send, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recv, recvmsg, send, sendmsg,
 };
 use vhost::vhost_user::{Error, Result};
+
+use crate::persistent_connection::FILES_MAX;
 
 /// A header: request, flags, and the length of what follows, each of four bytes.
 pub(crate) const HEADER_BYTES: usize = 12;
@@ -50,9 +52,9 @@ struct State {
 pub(crate) struct Channel(Mutex<State>);
 
 impl Channel {
-    /// A front end is there.
-    pub(crate) fn begin(&self) {
-        *lock(&self.0) = State { connected: true, ..State::default() };
+    /// A front end is there. `owes`: the configuration space may have changed since it has read that, from a server before this one.
+    pub(crate) fn begin(&self, owes: bool) {
+        *lock(&self.0) = State { connected: true, owes, ..State::default() };
     }
 
     /// The front end is gone.
@@ -192,6 +194,33 @@ fn receive_answer(
     let head: &[u8; HEADER_BYTES] = head.try_into().expect("it was split there");
     let head = (number(head, 0), number(head, 4) & (VERSION_MASK | REPLY), number(head, 8));
     Ok((head, u64::from_ne_bytes(outcome.try_into().expect("it was split there"))))
+}
+
+/// Waits for the next request, until its descriptors can be received. With none left, the kernel would drop them, and the rest of the
+/// message be taken for another one.
+pub(crate) fn wait_for_descriptors(stream: &UnixStream, is_over: impl Fn() -> bool) {
+    let mut is_told = false;
+    loop {
+        let mut message = [0; HEADER_BYTES];
+        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::PEEK | RecvFlags::CMSG_CLOEXEC;
+        // Whatever fails, the next to read meets it again.
+        let Ok(seen) = recvmsg(stream, &mut [IoSliceMut::new(&mut message)], &mut control, flags) else { return };
+        let received = control.drain().map(|message| match message {
+            RecvAncillaryMessage::ScmRights(files) => files.count(),
+            _ => 0,
+        });
+        if !seen.flags.contains(ReturnFlags::CTRUNC) || received.sum::<usize>() >= FILES_MAX || is_over() {
+            return;
+        }
+        if !std::mem::replace(&mut is_told, true) {
+            tracing::warn!(
+                "the process has no descriptor left for a message of the front end, which waits: raise its limit"
+            );
+        }
+        std::thread::sleep(TICK);
+    }
 }
 
 /// Waits for the next request, and takes it if it brings the socket and is `wanted`.

@@ -408,6 +408,8 @@ impl<D: Device> Connection<D> {
             area.clear();
         }
         self.device.reset(&self.session);
+        // What the device keeps beyond a reset.
+        self.keep();
     }
 }
 

@@ -28,7 +28,7 @@ use replay_log::ReplayLog;
 pub(crate) use replay_log::was_added;
 
 /// The most descriptors of a message and its reply: the limit of vhost-user, and one.
-const FILES_MAX: usize = 33;
+pub(crate) const FILES_MAX: usize = 33;
 /// The longest body that vhost-user has.
 const BODY_BYTES_MAX: usize = 4096;
 /// How long the rest of a message that came in part may take, before it is looked for again.
@@ -239,6 +239,13 @@ fn fill(
             Ok(bytes) => have += bytes,
             Err(LostError::System(Errno::AGAIN)) => wait(socket, stop, have > 0)?,
             Err(LostError::System(Errno::CONNRESET)) => return Err(LostError::HungUp),
+            // There are none left: all is still in the socket.
+            Err(LostError::Files) if files.as_ref().is_some_and(|files| files.len() < FILES_MAX) => {
+                files.iter_mut().for_each(|files| files.clear());
+                set_peek_offset(socket, 0)?;
+                have = 0;
+                wait(socket, stop, true)?;
+            }
             Err(error) => return Err(error),
         }
     }

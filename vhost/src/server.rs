@@ -243,7 +243,7 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
         *lock(&stop.stream) = current;
         if !stop.is_set() {
             tracing::debug!("a front end connected");
-            stop.channel.begin();
+            stop.channel.begin(device.changes_config());
             converse(device, conversation, stop, &ratelimited_log);
             stop.channel.end();
             tracing::debug!("the front end is gone");
@@ -335,7 +335,7 @@ struct Listener<'a, D: Device> {
     requests: BackendReqHandler<Mutex<Connection<D>>>,
     ours: UnixStream,
     connection: &'a Arc<Mutex<Connection<D>>>,
-    channel: &'a Channel,
+    stop: &'a Stop,
     takes_channel: bool,
 }
 
@@ -344,21 +344,22 @@ impl<'a, D: Device> Listener<'a, D> {
         device: &D,
         stream: UnixStream,
         connection: &'a Arc<Mutex<Connection<D>>>,
-        channel: &'a Channel,
+        stop: &'a Stop,
     ) -> Result<Self, ReleasedConnection> {
         let ours = stream.try_clone().map_err(ReleasedConnection::Descriptors)?;
         let requests = BackendReqHandler::from_stream(stream, Arc::clone(connection));
         let takes_channel = device.changes_config() || device.window_bytes().is_some();
-        Ok(Self { requests, ours, connection, channel, takes_channel })
+        Ok(Self { requests, ours, connection, stop, takes_channel })
     }
 
     /// Waits for a message, and acts upon it.
     fn hear(&mut self) -> Result<Received, ReleasedConnection> {
+        channel::wait_for_descriptors(&self.ours, || self.stop.is_set());
         let taken = channel::take(&self.ours, self.takes_channel, || lock(self.connection).acknowledges());
         let outcome = match taken {
             Ok(Some(socket)) => {
                 lock(self.connection).attach(&socket);
-                self.channel.set(socket);
+                self.stop.channel.set(socket);
                 Ok(())
             }
             Ok(None) => self.requests.handle_request(),
@@ -382,7 +383,7 @@ fn listen<D: Device>(
     connection: &Arc<Mutex<Connection<D>>>,
     stop: &Stop,
 ) -> Result<(), ReleasedConnection> {
-    let mut listener = Listener::new(device, stream, connection, &stop.channel)?;
+    let mut listener = Listener::new(device, stream, connection, stop)?;
     while listener.hear()? != Received::Over {}
     Ok(())
 }
@@ -395,7 +396,7 @@ fn listen_lasting<D: Device>(
     stop: &Stop,
 ) -> Result<(), ReleasedConnection> {
     let (near, far) = UnixStream::pair().map_err(ReleasedConnection::Descriptors)?;
-    let mut listener = Listener::new(device, far, connection, &stop.channel)?;
+    let mut listener = Listener::new(device, far, connection, stop)?;
     let mut lasting = PersistentConnection::new(stream, near, Arc::clone(store), records);
     for (key, (bytes, files)) in records {
         lock(listener.connection).taking_over(Inherited::Now { later: persistent_connection::was_added(*key) });

@@ -185,13 +185,13 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     /// Has the calling thread hear of what comes. The chain that the owner before is blocked with stays with it.
-    pub(crate) fn adopt(&mut self, context: &mut WorkerContext<H>) -> Result<(), TransfersError> {
-        context.transfers.watch(&self.port.0).map_err(TransfersError::Setup)?;
+    pub(crate) fn adopt(&mut self, context: &mut WorkerContext<H>) {
+        context.transfers.watch(self.port.0.wake());
         if let Some(last) = &self.last {
             context.transfers.hold(last);
         }
         for running in &mut self.running {
-            running.watch = context.transfers.watch_shared(Arc::clone(&running.kick));
+            running.watch = context.transfers.watch(Arc::clone(&running.kick));
         }
         if let Some((queue, stub)) = self.serving.take()
             && let Some(running) = self.running.iter_mut().find(|running| running.queue == queue)
@@ -201,7 +201,6 @@ impl<H: QueueHandler> Worker<H> {
             self.slots.put_away(queue, stub, running.ring.memory());
             running.out += 1;
         }
-        Ok(())
     }
 
     /// Serves until told to quit, or until another thread has the queues.

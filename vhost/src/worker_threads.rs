@@ -3,6 +3,7 @@
 use std::sync::atomic::AtomicIsize;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use ferry_engine::{
     CallSnapshot, Mailbox, MonitorHandle, MonitoredWorker, Ownership, RatelimitedLog, TransfersError, Watch,
@@ -16,6 +17,9 @@ use crate::worker::{Ended, Port, QueueHandler, QueueOptions, Worker, WorkerConte
 
 /// The port of a device's workers.
 pub(crate) type DevicePort<D> = Arc<Port<<<D as Device>::Handler as QueueHandler>::Message>>;
+
+/// How often a thread that lacks something to take over with tries again.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What the workers of one connection share.
 pub(crate) struct WorkerShared {
@@ -95,9 +99,19 @@ impl<D: Device> WorkerThreads<D> {
 
     /// Goes on in the place of a thread that is blocked in this call, if it still is.
     fn take_over(&self, takeover: Arc<Takeover<D::Handler>>, seen: CallSnapshot) {
-        let mut context = match self.context(Some(Arc::clone(&takeover)), Watch::default().first_owner()) {
-            Ok(context) => context,
-            Err(error) => return tracing::error!("{error}"),
+        let mut is_told = false;
+        let mut context = loop {
+            match self.context(Some(Arc::clone(&takeover)), Watch::default().first_owner()) {
+                Ok(context) => break context,
+                Err(error) if !is_told => tracing::error!("{error}"),
+                Err(_) => {}
+            }
+            is_told = true;
+            // There may be descriptors or memory again before the call ends.
+            std::thread::sleep(RETRY_INTERVAL);
+            if takeover.watch.look() != seen {
+                return;
+            }
         };
         let Some(owner) = takeover.watch.take(seen) else { return };
         context.own(owner);
@@ -114,7 +128,8 @@ fn serve<H: QueueHandler>(
     mut context: WorkerContext<H>,
     takeover: Option<&Arc<Takeover<H>>>,
 ) {
-    match worker.adopt(&mut context).and_then(|()| worker.run(&mut context)) {
+    worker.adopt(&mut context);
+    match worker.run(&mut context) {
         Ok(Ended::Replaced) => return context.leave(),
         Ok(Ended::Quit) => {}
         Err(error) => tracing::error!("{error}"),

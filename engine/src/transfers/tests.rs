@@ -1,6 +1,6 @@
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
@@ -123,18 +123,21 @@ fn a_write_clears_suid_on_request() {
     });
 }
 
+fn event() -> Arc<OwnedFd> {
+    Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap())
+}
+
 #[test]
 fn a_watched_descriptor_ends_a_sleep_also_after_it_was_replaced() {
     everywhere(|transfers, _| {
-        let event = || rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
         let (old, new) = (event(), event());
-        let watch = transfers.watch(&old).unwrap();
+        let watch = transfers.watch(Arc::clone(&old));
         for _ in 0..3 {
             rustix::io::write(&old, &1u64.to_ne_bytes()).unwrap();
             transfers.sleep().unwrap();
         }
         transfers.unwatch(watch).unwrap();
-        transfers.watch(&new).unwrap();
+        transfers.watch(Arc::clone(&new));
         let waker = std::thread::spawn(move || {
             std::thread::sleep(std::time::Duration::from_millis(30));
             rustix::io::write(&new, &1u64.to_ne_bytes()).unwrap();
@@ -436,8 +439,8 @@ fn long_lived_files_are_registered_up_to_a_limit() {
 fn a_sleep_for_several_completions_ends_with_one() {
     let mut bytes = [0u8; 2 * BUSY_FROM];
     let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
-    let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
-    transfers.watch(&event).unwrap();
+    let event = event();
+    transfers.watch(Arc::clone(&event));
     let (reader, mut writer) = std::io::pipe().unwrap();
     let file = Arc::new(Backing::waiting(OwnedFd::from(reader)));
     for (token, segment) in segments(&mut bytes, 2 * BUSY_FROM).into_iter().enumerate() {
@@ -523,8 +526,7 @@ fn transfers_are_retried_when_the_kernel_is_short_of_memory() {
     for errno in [libc::EAGAIN, libc::EBUSY, libc::ENOMEM, libc::EBADF] {
         let asked = move || {
             let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
-            let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
-            transfers.watch(&event).unwrap();
+            transfers.watch(event());
             forbid_waiting(errno);
             (0..3).map(|_| transfers.sleep().is_ok()).collect::<Vec<_>>()
         };

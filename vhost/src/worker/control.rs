@@ -71,7 +71,7 @@ impl<H: QueueHandler> Worker<H> {
             }
         }
         ring.want_kicks(false);
-        let watch = context.transfers.watch_shared(Arc::clone(&kick));
+        let watch = context.transfers.watch(Arc::clone(&kick));
         if matches!(begin, Begin::At(_)) {
             self.slots.drop_parked(queue);
         }

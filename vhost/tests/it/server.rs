@@ -373,13 +373,17 @@ fn the_front_end_is_told_when_the_configuration_changes() {
         }
         frontend.set_backend_request_fd(&theirs).unwrap();
         assert_eq!(frontend.get_queue_num().unwrap(), QUEUES as u64, "the conversation goes on");
-        if !early {
-            server.config_changed();
-        }
+        // It may have changed since this front end has read it from a server before this one.
+        let times = if early { 1 } else { 2 };
         let mut message = [0; 12];
-        (&ours).read_exact(&mut message).unwrap();
-        // CONFIG_CHANGE_MSG, the version, no payload.
-        assert_eq!(message, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+        for time in 0..times {
+            if time == 1 {
+                server.config_changed();
+            }
+            (&ours).read_exact(&mut message).unwrap();
+            // CONFIG_CHANGE_MSG, the version, no payload.
+            assert_eq!(message, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+        }
         ours.set_nonblocking(true).unwrap();
         assert!((&ours).read(&mut message).is_err(), "once");
     }
