@@ -86,6 +86,12 @@ impl VirtioFs {
     }
 }
 
+/// The length of the window that the next guest is offered. No limit holds up what a guest does there.
+fn window_bytes(source: &Arc<dyn FileSystem>, options: &Options) -> Option<u64> {
+    let is_limited = options.limiter.as_ref().is_some_and(|limiter| limiter.is_on());
+    options.dax_bytes.filter(|_| source.mappable().is_some() && !is_limited)
+}
+
 fn new_session(
     source: &Arc<dyn FileSystem>,
     options: &Options,
@@ -96,7 +102,7 @@ fn new_session(
     if let Some(kept) = &options.kept {
         session = session.with_store(Arc::clone(kept));
     }
-    let has_window = options.dax_bytes.is_some() && source.mappable().is_some();
+    let has_window = window_bytes(source, options).is_some();
     let dax = has_window.then(|| Arc::new(Dax::new(Arc::clone(source), options, Arc::clone(window))));
     if let Some(dax) = &dax {
         session = session.with_mappings(Arc::clone(dax) as Arc<dyn Mappings>);
@@ -175,7 +181,7 @@ impl Device for VirtioFs {
     }
 
     fn window_bytes(&self) -> Option<u64> {
-        self.options.dax_bytes.filter(|_| self.share.source().mappable().is_some())
+        window_bytes(self.share.source(), &self.options)
     }
 
     fn window_opened(&self, guest: &Guest, window: &Arc<Window>) {

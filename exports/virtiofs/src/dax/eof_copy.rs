@@ -24,7 +24,7 @@ use rustix::io::{pread, pwrite, retry_on_intr};
 /// The unit of comparison in bytes.
 const BLOCK_BYTES: usize = 4096;
 /// All of a file.
-const WHOLE: Range<u64> = 0..u64::MAX;
+pub(super) const WHOLE: Range<u64> = 0..u64::MAX;
 /// A file changed more recently may change again with the same time stamp: file system clocks tick (every 10 ms at
 /// most), and Linux stamps a write before its bytes are visible.
 const YOUNG: Duration = Duration::from_millis(250);
@@ -230,7 +230,7 @@ impl FileCopies {
     }
 }
 
-/// All tails in a window.
+/// All tails in a window. One thread adds and removes them.
 #[derive(Default)]
 pub(super) struct EofCopies {
     /// Their number: the only check while there are none.
@@ -272,8 +272,9 @@ impl EofCopies {
 
     /// Adds the copy of the chunk at this offset.
     pub(super) fn insert(&self, ino: Ino, window_offset: u64, eof_copy: EofCopy) {
-        let mut files = lock(&self.files);
-        let mut file = lock(files.entry(ino).or_default());
+        // Only one of both locks at a time: a file on a file system that hangs must not hold up others.
+        let file = Arc::clone(lock(&self.files).entry(ino).or_default());
+        let mut file = lock(&file);
         file.eof_copies.insert(window_offset, eof_copy);
         file.seen = None;
         self.count.fetch_add(1, Ordering::AcqRel);
@@ -282,15 +283,13 @@ impl EofCopies {
     /// Removes the copy of the chunk at this offset, which the guest has unmapped.
     /// After an error the guest's stores may be lost.
     pub(super) fn remove(&self, ino: Ino, window_offset: u64) -> Result<()> {
-        let mut files = lock(&self.files);
-        let Some(file) = files.get(&ino).cloned() else { return Ok(()) };
+        let Some(file) = lock(&self.files).get(&ino).cloned() else { return Ok(()) };
         let mut file = lock(&file);
         let Some(eof_copy) = file.eof_copies.remove(&window_offset) else { return Ok(()) };
         self.count.fetch_sub(1, Ordering::AcqRel);
         if file.eof_copies.is_empty() {
-            files.remove(&ino);
+            lock(&self.files).remove(&ino);
         }
-        drop(files);
         eof_copy.end()
     }
 

@@ -12,7 +12,7 @@ use ferry_vfs::{Backing, Caller, Change, Errno, FileSystem, Ino, Piece, Result, 
 use ferry_vhost::{Part, Window, WindowError};
 use rustix::fs::fstat;
 
-use super::eof_copy::{EofCopies, EofCopy};
+use super::eof_copy::{EofCopies, EofCopy, WHOLE};
 use super::inherited_mappings::{IncompleteMappings, InheritedMappings};
 use super::mapping_records::{MappingRecord, MappingRecords, Progress};
 use super::table::{ActiveMapping, MapPlan, Table};
@@ -155,6 +155,7 @@ impl Mapper {
                 }
                 // A mapping that cannot be removed does not exist, or the front end is gone.
                 let _ = catch_panics(|| self.remove_mappings(SessionId::default(), &self.table.all()));
+                self.table.all().iter().for_each(|placed| _ = self.remove_eof_copy(placed));
                 self.table = Table::new(self.window.bytes());
                 self.claims.clear();
                 self.files.clear();
@@ -383,13 +384,9 @@ impl Mapper {
         for placed in gone {
             self.notes.progress(placed, Progress::Unsure);
             let displaced = self.undo_placement(placed);
-            // The guest no longer stores there, either because it is unmapped, or because the front end is gone.
-            if let Err(error) = self.eof_copies.remove(placed.ino, placed.part.window_offset) {
-                self.eof_copy_lost(placed.ino, error);
-                outcome = Err(error);
-            }
             match displaced {
                 Ok(()) => {
+                    outcome = outcome.and(self.remove_eof_copy(placed));
                     self.table.remove(placed);
                     self.claims.remove(&placed.part.window_offset);
                     self.close_unused(placed.ino);
@@ -399,10 +396,22 @@ impl Mapper {
                         Ok(())
                     });
                 }
-                Err(error) => outcome = Err(self.failed("taken away", placed.part, &error)),
+                Err(error) => {
+                    // The guest may still store there.
+                    if let Err(error) = self.eof_copies.writeback(placed.ino, &WHOLE) {
+                        self.eof_copy_lost(placed.ino, error);
+                    }
+                    outcome = Err(self.failed("taken away", placed.part, &error));
+                }
             }
         }
         outcome
+    }
+
+    /// Ends the copy of a mapping in which the guest does not store any more.
+    fn remove_eof_copy(&self, placed: &ActiveMapping) -> Result<()> {
+        let removed = self.eof_copies.remove(placed.ino, placed.part.window_offset);
+        removed.inspect_err(|error| self.eof_copy_lost(placed.ino, *error))
     }
 
     /// Publishes the guest's stores in a mapping, which others could not see until now.

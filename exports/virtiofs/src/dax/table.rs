@@ -7,8 +7,8 @@ use ferry_serve::Mapping;
 use ferry_vfs::{Errno, Ino, Result};
 use ferry_vhost::Part;
 
-use super::PAGE_BYTES;
 use super::mapping_records::MappingRecord;
+use super::{CHUNK_BYTES, PAGE_BYTES};
 
 /// An active mapping.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,11 +46,12 @@ impl Table {
     }
 
     /// Returns the plan for a request.
-    /// `INVAL`: it is not within the window, not aligned, or would split another mapping.
+    /// `INVAL`: it is not within the window, not aligned, longer than a chunk, or would split another mapping.
     pub(super) fn plan(&self, asked: &Mapping) -> Result<MapPlan> {
         let Mapping { ino, offset, len, window_offset, write, .. } = *asked;
         let aligned = [offset, len, window_offset].into_iter().all(|number| number.is_multiple_of(PAGE_BYTES));
-        let end = window_offset.checked_add(len).filter(|end| *end <= self.window_bytes);
+        // Longer ones would take much memory to compare with their files.
+        let end = window_offset.checked_add(len).filter(|end| *end <= self.window_bytes && len <= CHUNK_BYTES);
         let (true, Some(end), true) = (aligned, end, len > 0) else { return Err(Errno::INVAL) };
         let there = self.placed.get(&window_offset).filter(|placed| {
             let same = (placed.ino, placed.part.file_offset, placed.part.bytes) == (ino, offset, len);
@@ -170,7 +171,14 @@ mod tests {
             assert_eq!(table.plan(&other), Ok(MapPlan::Make(vec![placed(&reads)])), "{other:?}");
         }
         let both = Mapping { len: 2 * CHUNK, ..asked(9, 0, CHUNK, false) };
-        assert_eq!(table.plan(&both), Ok(MapPlan::Make(vec![placed(&reads), placed(&writes)])));
+        assert_eq!(table.plan(&both), Err(Errno::INVAL), "no client asks for so much");
+    }
+
+    #[test]
+    fn all_that_is_in_the_way_is_removed() {
+        let halves = [CHUNK, CHUNK + CHUNK / 2].map(|at| Mapping { len: CHUNK / 2, ..asked(7, 0, at, false) });
+        let all = halves.iter().map(placed).collect();
+        assert_eq!(table(&halves).plan(&asked(9, 0, CHUNK, false)), Ok(MapPlan::Make(all)));
     }
 
     #[test]
