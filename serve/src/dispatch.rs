@@ -191,11 +191,9 @@ fn synced_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
         Operation::Read(range) | Operation::Write { range, .. } => {
             cx.session.writeback(cx.ino, range.offset..range.offset.saturating_add(range.len.into()))
         }
-        Operation::Setattr { .. }
-        | Operation::Flush { .. }
-        | Operation::Fsync { .. }
-        | Operation::Fallocate { .. }
-        | Operation::Lseek { .. } => cx.session.writeback(cx.ino, WHOLE),
+        Operation::Setattr { .. } | Operation::Fsync { .. } | Operation::Fallocate { .. } | Operation::Lseek { .. } => {
+            cx.session.writeback(cx.ino, WHOLE)
+        }
         Operation::Release(_) => {
             // It cannot fail; the FLUSH before it has told.
             let _ = cx.session.writeback(cx.ino, WHOLE);

@@ -207,7 +207,9 @@ impl Server {
 
     /// Begins a session; what an earlier one held (a guest was reset) is given back.
     fn init(&mut self, buffer: &mut impl ReplyBuffer, unique: u64, init: &InitRequest) -> Result<usize, Errno> {
-        self.end_session();
+        let slot = Arc::clone(&self.slot);
+        self.session_ended = true;
+        let _beginning = slot.end_before_next();
         if let Some(mappings) = &self.slot.mappings {
             // Whatever comes next finds the window empty: it is carried out afterwards.
             mappings.clear(Box::new(|_| ()));

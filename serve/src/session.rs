@@ -323,13 +323,14 @@ impl Session {
             shard.references.remove(&ino);
             shard.in_window.remove(&ino);
         }
-        drop(shard);
+        // With the shard: the client may look the inode up again at once, and what it makes then stays.
         if let Some(passthrough) = self.passthrough.as_ref().filter(|_| is_gone) {
             passthrough.forgotten(ino);
         }
         if let Some(mappings) = self.mappings.as_ref().filter(|_| is_gone) {
             mappings.forget(self.id, ino);
         }
+        drop(shard);
         self.source.forget(ino, count);
     }
 
@@ -371,9 +372,10 @@ impl Session {
             }
             shard.remove(open)
         };
+        // With the shard: the client may open the file again at once, and lock it.
+        self.locks.released(self.record.as_ref(), open, is_last);
         drop(shard);
         self.open_count.fetch_sub(1, Ordering::Relaxed);
-        self.locks.released(self.record.as_ref(), open, is_last);
         self.close(caller, open);
         Ok(())
     }

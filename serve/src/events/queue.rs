@@ -106,14 +106,22 @@ impl State {
                 self.separate(*dir, name);
                 self.coming.retain(|_, at| (at.0, &at.1) != (*dir, name));
             }
-            Event::Renamed { from, to, .. } => {
+            Event::Renamed { from, to, exchanged, .. } => {
                 self.separate(from.0, &from.1);
                 self.separate(to.0, &to.1);
-                self.coming.values_mut().filter(|at| *at == from).for_each(|at| *at = to.clone());
+                // What had the new name has none any more, or the old one.
+                self.coming.retain(|_, at| *exchanged || at != to);
+                for at in self.coming.values_mut() {
+                    match at == from {
+                        true => *at = to.clone(),
+                        false if at == to => *at = from.clone(),
+                        false => {}
+                    }
+                }
             }
             _ => return self.lose(),
         }
-        if self.events.len() == EVENTS_MAX {
+        if self.events.len() >= EVENTS_MAX {
             return self.lose();
         }
         self.last += 1;
@@ -351,6 +359,9 @@ impl Queue {
     /// Adds the first event again: the agent that has announced it was killed.
     pub(crate) fn put_back(&self, number: u64, event: Event) {
         let state = &mut *lock(&self.0);
+        if state.events.len() >= EVENTS_MAX {
+            return state.lose();
+        }
         state.mergeable.extend(merge_key(&event));
         state.events.push_front((number, event));
     }
@@ -540,6 +551,18 @@ mod tests {
     }
 
     #[test]
+    fn an_event_that_is_put_back_counts() {
+        let (queue, never) = (Queue::new(false), Instant::now() + Duration::from_secs(1000));
+        let _ = wait(&queue, never);
+        (0..EVENTS_MAX).for_each(|number| queue.push(created(&number.to_string())));
+        let (first, _) = queue.announce(1).unwrap();
+        queue.push(created("more"));
+        queue.put_back(1, first);
+        assert!(lock(&queue.0).events.len() <= EVENTS_MAX);
+        assert!(told(&wait(&queue, never)).0, "all are lost");
+    }
+
+    #[test]
     fn messages_for_a_client_are_as_short_as_it_wants() {
         let (queue, never) = (Queue::of_client(100), Instant::now() + Duration::from_secs(1000));
         let _ = wait(&queue, never);
@@ -580,13 +603,30 @@ mod tests {
         assert!(told(&wait(&queue, never)).0, "too much");
     }
 
+    /// A new file with a number for its name; its inode is 1000 more.
+    fn new(number: u64) -> Event {
+        let Event::Created { dir, name, is_dir, .. } = created(&number.to_string()) else { unreachable!() };
+        Event::Created { dir, name, is_dir, ino: Some(Ino(1000 + number)) }
+    }
+
+    #[test]
+    fn new_files_are_known_by_where_they_were_moved() {
+        let queue = Queue::of_client(4096);
+        let at = |name: u64| place(&name.to_string());
+        let entry = |name: u64| (at(name).ino, at(name).name.unwrap());
+        let renamed =
+            |from, to, exchanged| Event::Renamed { from: entry(from), to: entry(to), is_dir: false, exchanged };
+        let by_name = |number: u64| queue.by_new_name(&Event::Modified(Place { ino: Ino(1000 + number), name: None }));
+        (1..=3).for_each(|number| queue.push(new(number)));
+        queue.push(renamed(1, 2, true));
+        assert_eq!([by_name(1), by_name(2)], [2, 1].map(|name| Some(Event::Modified(at(name)))));
+        queue.push(renamed(3, 2, false));
+        assert_eq!([by_name(1), by_name(3)], [None, Some(Event::Modified(at(2)))]);
+    }
+
     #[test]
     fn new_files_of_a_client_have_their_names_for_long() {
         let (queue, never) = (Queue::of_client(4096), Instant::now() + Duration::from_secs(1000));
-        let new = |number: u64| {
-            let Event::Created { dir, name, is_dir, .. } = created(&number.to_string()) else { unreachable!() };
-            Event::Created { dir, name, is_dir, ino: Some(Ino(1000 + number)) }
-        };
         let by_name = |number| queue.by_new_name(&Event::Modified(Place { ino: Ino(1000 + number), name: None }));
         for number in 0..2 * LOOK_AHEAD as u64 {
             queue.push(new(number));

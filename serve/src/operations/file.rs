@@ -19,9 +19,11 @@ impl Server {
         if cx.session.negotiated().has(InitFlags::NO_OPEN_SUPPORT) {
             return Err(Errno::NOSYS);
         }
+        // Whatever fails, the owner's locks are gone (close(2)).
+        let stored = cx.session.writeback(cx.ino, WHOLE);
         self.publish_passthrough_writes(cx, handle);
         cx.session.unlocked_all(cx.ino, owner);
-        self.share.source.flush(&cx.caller, cx.ino, handle, owner)
+        self.share.source.flush(&cx.caller, cx.ino, handle, owner).and(stored)
     }
 
     pub(crate) fn fallocate(

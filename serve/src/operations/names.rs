@@ -73,7 +73,10 @@ impl Server {
         name: Name<'_>,
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
-        self.entry(cx, Some(name), self.share.source.link(&cx.caller, from, cx.ino, name)?, buffer)
+        let entry = self.share.source.link(&cx.caller, from, cx.ino, name)?;
+        // The name that is written down may go before this one.
+        cx.session.renamed(&cx.caller, &[(cx.ino, name)]);
+        self.entry(cx, Some(name), entry, buffer)
     }
 
     /// UNLINK and RMDIR.

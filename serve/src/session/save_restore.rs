@@ -1,6 +1,6 @@
 //! Restores a session from the previous server, and saves it for the next one.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -184,59 +184,80 @@ impl Session {
         mut slots: Option<&mut Slots>,
     ) -> usize {
         let open: HashMap<Ino, &OwnedFd> = files.iter().map(|(open, file)| (open.ino, file)).collect();
-        let (mut lost, mut waiting) = (0, nodes);
-        // An inode may be found by way of another one, which comes later.
-        while !waiting.is_empty() {
-            let (before, mut later) = (waiting.len(), Vec::new());
-            for node in waiting {
-                if self.shard(node.ino.0).references.contains_key(&node.ino) {
-                    // The server ended while it wrote its new place down.
-                    continue;
-                }
-                let file = open.get(&node.ino).map(|file| file.as_fd());
-                let slot = slots.as_mut().and_then(|slots| slots.nodes.remove(&node.ino));
-                let adopted = match node.ino {
-                    // It is always there, and known by its number.
-                    Ino::ROOT => Ok(()),
-                    _ if node.references > REFERENCES_MAX => Err(Errno::INVAL),
-                    ino => self
-                        .migrate()
-                        .and_then(|source| source.adopt(ino, node.references, (&node.identity, within), file)),
-                };
-                match adopted {
-                    Ok(()) => {
-                        let slot = match (&self.record, slot) {
-                            (Some(record), None) => {
-                                let in_window = self.shard(node.ino.0).in_window.contains(&node.ino);
-                                record.node(&*self.source, node.ino, in_window)
-                            }
-                            (_, slot) => slot,
-                        };
-                        if let (Some(record), Some(slot)) = (&self.record, slot) {
-                            record.references(slot, node.references);
-                        }
-                        let known = InodeState { references: node.references, slot, length: None, kind: None };
-                        self.shard(node.ino.0).references.insert(node.ino, known);
+        // Those with a descriptor are found also if their directories are not, which are to be looked for first.
+        let has_file: HashSet<Ino> = files.keys().filter(|open| !open.is_dir).map(|open| open.ino).collect();
+        let (with_file, without): (Vec<_>, Vec<_>) = nodes.into_iter().partition(|node| has_file.contains(&node.ino));
+        let mut lost = 0;
+        for mut waiting in [without, with_file] {
+            // An inode may be found by way of another one, which comes later.
+            while !waiting.is_empty() {
+                let before = waiting.len();
+                waiting = self.adopt_some((waiting, within), &open, slots.as_deref_mut(), &mut lost);
+                if waiting.len() == before {
+                    lost += before;
+                    for node in waiting {
+                        self.remove_records(slots.as_mut().and_then(|slots| slots.nodes.remove(&node.ino)));
                     }
-                    Err(Errno::AGAIN) => {
-                        if let (Some(slots), Some(slot)) = (slots.as_mut(), slot) {
-                            slots.nodes.insert(node.ino, slot);
-                        }
-                        later.push(node);
-                    }
-                    Err(error) => {
-                        tracing::debug!(ino = node.ino.0, %error, "an inode is not found again");
-                        lost += 1;
-                        self.remove_records(slot);
-                    }
+                    break;
                 }
             }
-            if later.len() == before {
-                return lost + before;
-            }
-            waiting = later;
         }
         lost
+    }
+
+    /// Adopts inodes; counts those that are lost, and returns those that may be found later.
+    fn adopt_some(
+        &self,
+        (nodes, within): (Vec<Node>, IdentityScope),
+        open: &HashMap<Ino, &OwnedFd>,
+        mut slots: Option<&mut Slots>,
+        lost: &mut usize,
+    ) -> Vec<Node> {
+        let mut later = Vec::new();
+        for node in nodes {
+            if self.shard(node.ino.0).references.contains_key(&node.ino) {
+                // The server ended while it wrote its new place down.
+                continue;
+            }
+            let file = open.get(&node.ino).map(|file| file.as_fd());
+            let slot = slots.as_mut().and_then(|slots| slots.nodes.remove(&node.ino));
+            let adopted = match node.ino {
+                // It is always there, and known by its number.
+                Ino::ROOT => Ok(()),
+                _ if node.references > REFERENCES_MAX => Err(Errno::INVAL),
+                ino => {
+                    self.migrate().and_then(|source| source.adopt(ino, node.references, (&node.identity, within), file))
+                }
+            };
+            match adopted {
+                Ok(()) => {
+                    let slot = match (&self.record, slot) {
+                        (Some(record), None) => {
+                            let in_window = self.shard(node.ino.0).in_window.contains(&node.ino);
+                            record.node(&*self.source, node.ino, in_window)
+                        }
+                        (_, slot) => slot,
+                    };
+                    if let (Some(record), Some(slot)) = (&self.record, slot) {
+                        record.references(slot, node.references);
+                    }
+                    let known = InodeState { references: node.references, slot, length: None, kind: None };
+                    self.shard(node.ino.0).references.insert(node.ino, known);
+                }
+                Err(Errno::AGAIN) => {
+                    if let (Some(slots), Some(slot)) = (slots.as_mut(), slot) {
+                        slots.nodes.insert(node.ino, slot);
+                    }
+                    later.push(node);
+                }
+                Err(error) => {
+                    tracing::debug!(ino = node.ino.0, %error, "an inode is not found again");
+                    *lost += 1;
+                    self.remove_records(slot);
+                }
+            }
+        }
+        later
     }
 
     fn adopt_opens(

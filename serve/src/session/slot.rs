@@ -1,8 +1,9 @@
 //! The slot that holds a client's session between INIT and DESTROY.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use ferry_state::SessionStore;
+use ferry_vfs::sync::lock;
 use ferry_wire::fuse::{InitOptions, InitRequest};
 
 use super::Session;
@@ -16,6 +17,8 @@ type Adjust = dyn Fn(&InitRequest, &mut InitOptions) + Send + Sync;
 /// What the servers of one client share: its session, once INIT came.
 #[derive(Default)]
 pub struct SessionSlot {
+    /// Held while a session ends and another one begins: a client may send INIT by several queues at once.
+    beginning: Mutex<()>,
     session: RwLock<Option<Arc<Session>>>,
     pub(crate) adjust: Option<Box<Adjust>>,
     pub(crate) backings: Option<Arc<dyn Backings>>,
@@ -63,10 +66,17 @@ impl SessionSlot {
 
     /// Ends the session, as DESTROY does. What it held is given back when no batch of requests uses it.
     pub fn end(&self) {
+        drop(self.end_before_next());
+    }
+
+    /// The same before another session. No other request begins or ends one while the guard is held.
+    pub(crate) fn end_before_next(&self) -> MutexGuard<'_, ()> {
+        let beginning = lock(&self.beginning);
         if let Some(store) = &self.store {
             store.begin(None);
         }
         self.set_session(None);
+        beginning
     }
 
     pub(crate) fn set_session(&self, session: Option<Arc<Session>>) {
