@@ -371,8 +371,8 @@ impl Migrate for Dir {
         }
         if st.stx_nlink > 0 {
             match self.adopt_identity(ino, references, &identity) {
-                // The host has renamed it.
-                Err(Errno::STALE | Errno::NOENT) => {}
+                // The host has renamed it, or it had several names, and the directory of this one is gone.
+                Err(Errno::STALE | Errno::NOENT | Errno::AGAIN) => {}
                 other => return other,
             }
         }

@@ -139,7 +139,7 @@ impl Dir {
     }
 
     pub(crate) fn entry(&self, inode: &Inode, st: &Statx) -> Entry {
-        // No number is reused, so the generation is constant.
+        // No number is reused, also by the next process, so the generation is constant.
         Entry { ino: inode.ino, generation: 0, attr: self.attr(inode, st) }
     }
 

@@ -2,7 +2,7 @@
 //! share no single lock.
 
 use std::collections::HashMap;
-use std::hash::{Hash, Hasher};
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
@@ -124,6 +124,9 @@ pub(crate) struct Inode {
 
 /// The maximum adopted number that encodes no handle; enough numbers are left above it.
 const ADOPTED_MAX: u64 = 1 << 62;
+/// Counting begins in a range from here.
+const FIRST_COUNTED: u64 = 1 << 32;
+const COUNTED_RANGE: u64 = 1 << 61;
 
 /// Directories lead to other inodes, so their descriptors stay longer.
 const CREDIT_DIRECTORY: u8 = 3;
@@ -338,6 +341,9 @@ impl Table {
         };
         let (root, _) = table.insert(root);
         debug_assert_eq!(root.ino, Ino::ROOT);
+        // A client of an earlier process may know numbers of inodes that nobody finds here any more. They are not given to others, so each
+        // process counts somewhere else.
+        table.next.store(FIRST_COUNTED + RandomState::new().hash_one(()) % COUNTED_RANGE, Ordering::Relaxed);
         (table, root)
     }
 
@@ -483,9 +489,6 @@ impl Table {
         drop(by_ino);
         shard.entry(key).or_insert_with(|| Arc::clone(&inode));
         drop(shard);
-        if is_counted {
-            self.next.fetch_max(ino.0 + 1, Ordering::Relaxed);
-        }
         Ok(inode)
     }
 
