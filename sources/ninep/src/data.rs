@@ -127,6 +127,9 @@ impl Data {
 impl Transfer {
     /// Sends the transfer if connection and fid are available; otherwise queues it for another thread.
     fn begin(self) {
+        if self.is_too_late() {
+            return self.done.end(self.buffer, Err(Errno::IO));
+        }
         let session = self.shared.link.current();
         let held = match self.what {
             TransferKind::Read => self.inode.is_reading(&session),
@@ -146,8 +149,15 @@ impl Transfer {
         }
     }
 
+    /// Whether it would write over what others have written under a lock that this client has lost.
+    fn is_too_late(&self) -> bool {
+        matches!(self.what, TransferKind::Write) && lock(&self.inode.io).lost_locks
+    }
+
     fn send(mut self, held: Arc<OwnedFid>) {
-        let buffer = std::mem::take(&mut self.buffer);
+        let mut buffer = std::mem::take(&mut self.buffer);
+        // A server that comes back may take less at once; the rest follows.
+        buffer.truncate(Shared::message_bytes(held.connection()));
         let (bytes, connection) = (buffer.len(), Arc::clone(held.connection()));
         let request = request(self.what, &held, self.offset, buffer);
         connection.send_waking(request, Wake::Transfer(SentTransfer { transfer: self, held, bytes }));
@@ -180,6 +190,9 @@ impl Transfer {
     /// Waits until it can be sent.
     fn resend(self) {
         let Self { shared, inode, what, .. } = &self;
+        if self.is_too_late() {
+            return self.done.end(self.buffer, Err(Errno::IO));
+        }
         let until = self.until.unwrap_or_else(Instant::now);
         let ready = shared.link.with_retry_until(until, |session| match what {
             TransferKind::Read => inode.fid_for(shared, session, true),

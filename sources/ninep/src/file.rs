@@ -14,7 +14,7 @@ use ferry_wire::ninep::{Reply, Request};
 
 use crate::cache::CachedFile;
 use crate::client::Shared;
-use crate::connection::{Outcome, Outgoing, RequestError};
+use crate::connection::{Connection, Outcome, Outgoing, RequestError};
 use crate::inode::Inode;
 use crate::open_fids::OpenFile;
 use crate::options::Cache;
@@ -28,8 +28,8 @@ const PAGE_BYTES: usize = 4096;
 
 impl Shared {
     /// Returns the maximum data of one message, in bytes.
-    pub(crate) fn message_bytes(session: &Session) -> usize {
-        let room = session.msize().saturating_sub(HEAD_BYTES);
+    pub(crate) fn message_bytes(connection: &Connection) -> usize {
+        let room = connection.msize().saturating_sub(HEAD_BYTES);
         if room > PAGE_BYTES { room - room % PAGE_BYTES } else { room }
     }
 
@@ -79,8 +79,9 @@ impl Shared {
         let attr = self.getattr_of(inode)?;
         let Some(file) = inode.cache(self, attr.size) else { return Ok(()) };
         let stamp = inode.stamp();
-        let before = std::mem::replace(&mut *lock(&inode.valid), stamp);
+        let before = *lock(&inode.valid);
         if self.link.options.cache == Cache::Always {
+            *lock(&inode.valid) = stamp;
             return Ok(());
         }
         if told != stamp {
@@ -89,6 +90,8 @@ impl Shared {
         }
         if before != stamp {
             file.invalidate(0..u64::MAX);
+            // Not before: who opens it meanwhile invalidates it, too.
+            *lock(&inode.valid) = stamp;
         }
         Ok(())
     }
@@ -265,7 +268,14 @@ impl Shared {
         let held = inode.writing(self, session)?;
         let held = inode.extra_fid(session, false, data.len()).unwrap_or(held);
         let connection = held.connection();
-        lock(&inode.io).unsynced.get_or_insert(session.serial);
+        {
+            let mut io = lock(&inode.io);
+            if io.lost_locks {
+                return Err(RequestError::Errno(Errno::IO));
+            }
+            io.unsynced.get_or_insert(session.serial);
+            io.written += 1;
+        }
         let pieces = data.chunks(Self::message_bytes(session));
         let lengths: Vec<usize> = pieces.clone().map(<[u8]>::len).collect();
         let mut at = offset;
@@ -314,24 +324,25 @@ impl Shared {
 
     /// Syncs written data. Data written on an earlier connection may be lost with its server.
     pub(crate) fn sync(&self, inode: &Inode, data_only: bool) -> Result<()> {
-        let unsynced = lock(&inode.io).unsynced.take();
+        let (unsynced, written) = {
+            let io = lock(&inode.io);
+            (io.unsynced, io.written)
+        };
         let outcome = self.link.with_retry(|session| {
             let held = inode.open_fid(self, session)?;
             session.tell(&Request::Fsync { fid: held.fid(), data_only })?;
             Ok(session.serial)
         });
-        match (outcome, unsynced) {
-            (Ok(now), Some(then)) if then < now => {
-                tracing::error!("a file's data may be lost: its server was restarted before they were durable");
-                Err(Errno::IO)
-            }
-            (Ok(_), _) => Ok(()),
-            (Err(errno), unsynced) => {
-                let mut io = lock(&inode.io);
-                io.unsynced = unsynced.or(io.unsynced);
-                Err(errno)
-            }
+        let now = outcome?;
+        let mut io = lock(&inode.io);
+        // All who sync at the same time are told of data that were lost.
+        io.unsynced = if io.written == written { None } else { io.unsynced.map(|then| then.max(now)) };
+        drop(io);
+        if unsynced.is_some_and(|then| then < now) {
+            tracing::error!("a file's data may be lost: its server was restarted before they were durable");
+            return Err(Errno::IO);
         }
+        Ok(())
     }
 
     /// Syncs the names in a directory.

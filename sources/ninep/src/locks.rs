@@ -229,7 +229,10 @@ impl Shared {
     /// Sets or releases a lock without waiting.
     fn lock_now(&self, session: &Arc<Session>, inode: &Inode, wanted: &Lock, reclaim: bool) -> Outcome<()> {
         let client = self.parked.name(wanted.owner);
-        let fid = inode.open_fid(self, session)?;
+        let fid = match wanted.kind {
+            LockKind::Unlock => inode.open_fid(self, session)?,
+            _ => inode.locking(self, session)?,
+        };
         let request = self.lock_request(inode, wanted, &client);
         let request = Request::Lock { fid: fid.fid(), lock: request, wait: false, reclaim };
         let status =
@@ -281,6 +284,14 @@ impl Shared {
         let outcome = self.link.with_retry(|session| self.lock_now(session, &opened.inode, wanted, false));
         if outcome.is_ok() && wanted.kind != LockKind::Unlock {
             self.forget_clean(&opened.inode);
+            if self.files.get(cx.session, ino, handle).is_err() {
+                // The process was killed while the server was silent, and its file is closed.
+                dismiss(wait);
+                let unlock = Lock { kind: LockKind::Unlock, ..*wanted };
+                self.unlock(&opened.inode, &unlock)?;
+                opened.inode.close_unused();
+                return Err(Errno::INTR);
+            }
         }
         match (outcome, wait) {
             (Err(Errno::AGAIN), Some(waiter)) if lock(&self.parked.waits).len() >= WAITS_MAX => {
@@ -307,7 +318,7 @@ impl Shared {
     fn send_wait(self: &Arc<Self>, wait: &Arc<Wait>) {
         let session = self.link.current();
         let inode = &wait.opened.inode;
-        let fid = match inode.open_fid(self, &session) {
+        let fid = match inode.locking(self, &session) {
             Ok(fid) => fid,
             Err(RequestError::Lost { .. }) => {
                 lock(&wait.state).stage = Stage::Again(Instant::now());
@@ -380,8 +391,7 @@ impl Shared {
             Some(waiter) => waiter.wake(outcome),
             None if outcome.is_ok() => {
                 let unlock = Lock { kind: LockKind::Unlock, ..wait.lock };
-                let given = self.link.with_retry(|session| self.lock_now(session, &wait.opened.inode, &unlock, false));
-                if let Err(errno) = given {
+                if let Err(errno) = self.unlock(&wait.opened.inode, &unlock) {
                     tracing::debug!("cannot release an unneeded lock: {errno}");
                 }
             }
@@ -444,7 +454,13 @@ impl Shared {
         inode.release_synced();
         let end = i64::MAX.unsigned_abs();
         let unlock = Lock { kind: LockKind::Unlock, owner, start: 0, end, pid: 0, flock: false };
-        self.link.with_retry(|session| self.lock_now(session, inode, &unlock, false))
+        self.unlock(inode, &unlock)
+    }
+
+    /// Releases a lock. If the server does not answer, it is not taken again on the next connection.
+    fn unlock(&self, inode: &Inode, unlock: &Lock) -> Result<()> {
+        let given = self.link.with_retry(|session| self.lock_now(session, inode, unlock, false));
+        given.inspect_err(|_| lock(&inode.locks).set(unlock, &self.parked.ranges))
     }
 
     /// Releases a handle's locks, and ends its waits.

@@ -27,8 +27,12 @@ pub(crate) struct Io {
     writes: Option<OpenFid>,
     readers: usize,
     writers: usize,
+    /// A lock was asked for through one of the fids: it ends with that.
+    has_locked: bool,
     /// The session of the earliest write without a successful fsync.
     pub(crate) unsynced: Option<u64>,
+    /// The number of writes.
+    pub(crate) written: u64,
     /// Locks were lost with a connection: their holders must get errors.
     pub(crate) lost_locks: bool,
 }
@@ -75,8 +79,10 @@ impl Io {
         self.readers -= usize::from(access.reads);
         self.writers -= usize::from(access.writes);
         if self.is_closed() {
-            let unsynced = self.unsynced;
-            *self = Self { unsynced, ..Self::default() };
+            let Self { unsynced, written, .. } = *self;
+            *self = Self { unsynced, written, ..Self::default() };
+        } else if self.has_locked {
+            // Whose lock it is is not known: another's may end with the fid.
         } else if self.writers == 0 && self.reads.is_some() {
             self.writes = None;
         } else if self.readers == 0 && self.writes.is_some() {
@@ -169,6 +175,12 @@ impl Inode {
         }
     }
 
+    /// Returns an open fid to lock by; it stays open until the file is closed.
+    pub(crate) fn locking(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<OwnedFid>> {
+        lock(&self.io).has_locked = true;
+        self.open_fid(shared, session)
+    }
+
     /// Returns the fid for reading or writing.
     pub(crate) fn fid_for(&self, shared: &Shared, session: &Arc<Session>, reads: bool) -> Outcome<Arc<OwnedFid>> {
         if reads { self.reading(shared, session) } else { self.writing(shared, session) }
@@ -215,8 +227,9 @@ impl Inode {
         let access = Access::of(flags);
         let open = OpenFid { held, can_read: access.reads };
         let mut io = lock(&self.io);
+        let has_locked = io.has_locked;
         let place = if access.writes { &mut io.writes } else { &mut io.reads };
-        let old = place.replace(open);
+        let old = if has_locked && place.is_some() { Some(open) } else { place.replace(open) };
         io.add(access);
         drop(io);
         drop(old);

@@ -55,6 +55,9 @@ impl Drop for OwnedFid {
     }
 }
 
+/// The maximum number of users whose roots are kept: each takes a fid of the server.
+const USERS_MAX: usize = 64;
+
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Session {
@@ -169,11 +172,22 @@ impl Session {
             Err(fail) => {
                 self.connection.free_fid(fid);
                 // A user who may not attach may not do the operation either.
-                return Err(if let RequestError::Errno(_) = fail { RequestError::Errno(Errno::ACCESS) } else { fail });
+                let is_short = |errno| matches!(errno, Errno::NOMEM | Errno::NFILE | Errno::MFILE | Errno::NOBUFS);
+                return Err(match fail {
+                    RequestError::Errno(errno) if !is_short(errno) => RequestError::Errno(Errno::ACCESS),
+                    fail => fail,
+                });
             }
         }
         let root = OwnedFid::new(&self.connection, fid);
-        Ok(Arc::clone(lock(&self.users).entry(uid).or_insert(root)))
+        let mut users = lock(&self.users);
+        let other = users.keys().next().copied().filter(|_| users.len() >= USERS_MAX);
+        let dropped = other.and_then(|other| users.remove(&other));
+        let root = Arc::clone(users.entry(uid).or_insert(root));
+        drop(users);
+        // It is clunked.
+        drop(dropped);
+        Ok(root)
     }
 
     /// Returns whether a request may be sent before the reply to the one that creates its fid. The server may still serve

@@ -171,7 +171,7 @@ impl Queue {
         let parked = usize::try_from(self.parked.load(Ordering::Relaxed)).unwrap_or(0);
         let parked = parked.saturating_sub(self.deferred.given_up());
         let kept = lock(&self.calls).away.len() * self.depth;
-        parked + kept + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
+        parked + kept + self.delayed.count() + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
     }
 
     /// An entry's block and its place in it.
