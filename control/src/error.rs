@@ -57,7 +57,10 @@ pub enum Error {
         owner: u32,
     },
     /// The address for metrics cannot be listened on.
-    #[error("cannot listen on {address} for metrics: {reason}; choose another port, or 0 for any")]
+    #[error(
+        "cannot listen on {address} for metrics: {reason}{}",
+        if reason.kind() == io::ErrorKind::AddrInUse { "; choose another port, or 0 for any" } else { "" }
+    )]
     Metrics {
         /// The address.
         address: std::net::SocketAddr,

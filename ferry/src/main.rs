@@ -58,6 +58,7 @@ use crate::helper::HelperCommand;
 use crate::mount_options::Remount;
 
 fn main() -> ExitCode {
+    ferry_isolation::expect_children();
     let mut args: Vec<OsString> = std::env::args_os().collect();
     if args.first().is_some_and(|program| guardian::is_guardian(program)) {
         return guardian::run(&args);

@@ -43,6 +43,7 @@ impl From<Format> for MetricsFormat {
 pub fn run(args: &Args) -> Result<u8> {
     let (reports, outcome) = reports_of(args.target.as_deref())?;
     let reports: Vec<_> = reports.into_iter().map(|(_, report)| report).collect();
-    print(metrics_text(&reports, args.format.into(), args.target.is_none()))?;
+    // A process may have several servers.
+    print(metrics_text(&reports, args.format.into(), args.target.is_none() || reports.len() > 1))?;
     Ok(outcome)
 }

@@ -1,5 +1,6 @@
-//! Writes to standard output.
+//! Writes to standard output and standard error.
 
+use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 
 use anyhow::{Context, Result};
@@ -16,6 +17,11 @@ pub fn print(text: impl AsRef<[u8]>) -> Result<()> {
 pub fn print_json(line: &Value) -> Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output")
+}
+
+/// Tells the user something on standard error. Who serves goes on, also if nobody can read it.
+pub fn say(text: impl Display) {
+    let _ = writeln!(std::io::stderr(), "ferry: {text}");
 }
 
 /// Turns a closed pipe into success: a pager may end early.

@@ -27,6 +27,7 @@ use serde::Deserialize;
 
 use crate::flags::{FileHandles, Kind, Share, Watch};
 use crate::new_files::NewFiles;
+use crate::output::say;
 use crate::service_manager;
 use crate::size::deserialize_from_str;
 
@@ -392,7 +393,7 @@ impl OutsideProcess {
             }
         };
         if let ferry_isolation::End::Signal(_) = end {
-            eprintln!("ferry: the server was ended by {end}");
+            say(format_args!("the server was ended by {end}"));
         }
         Ok(end.status())
     }

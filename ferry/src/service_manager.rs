@@ -18,6 +18,7 @@ use ferry_vfs::sync::lock;
 use rustix::net::AddressFamily;
 
 use crate::flags::{Address, Share};
+use crate::output::say;
 use crate::paths::start_dir;
 use crate::status::misuse;
 
@@ -63,7 +64,7 @@ fn tell(what: &str) {
     if let Some(socket) = &*lock(&NOTIFICATIONS)
         && let Err(error) = rustix::io::write(socket, what.as_bytes())
     {
-        eprintln!("ferry: cannot tell the service manager {what}: {error}");
+        say(format_args!("cannot tell the service manager {what}: {error}"));
     }
 }
 
@@ -119,14 +120,12 @@ pub fn close_sockets() {
     lock(&SOCKETS).clear();
 }
 
-/// Returns the passed socket of a path, once.
-pub fn take_unix(path: &Path) -> Option<UnixListener> {
-    let mut sockets = lock(&SOCKETS);
-    let at = sockets.iter().position(|passed| matches!(passed, Passed::Unix(other, _) if is_same(other, path)))?;
-    match sockets.swap_remove(at) {
-        Passed::Unix(_, listener) => Some(listener),
-        Passed::Tcp(..) => None,
-    }
+/// Returns the passed socket of a path. It stays here, for a server that takes the place of another one.
+pub fn passed_unix(path: &Path) -> Option<UnixListener> {
+    lock(&SOCKETS).iter().find_map(|passed| match passed {
+        Passed::Unix(other, listener) if is_same(other, path) => listener.try_clone().ok(),
+        _ => None,
+    })
 }
 
 /// Returns the passed socket of an address, once.

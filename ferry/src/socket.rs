@@ -30,7 +30,7 @@ impl ListenSocket {
 
     /// The same, and lets a group connect, by its name or number.
     pub fn bind_for(path: &Path, group: Option<&str>) -> Result<Self> {
-        if let Some(listener) = service_manager::take_unix(path) {
+        if let Some(listener) = service_manager::passed_unix(path) {
             ensure!(
                 group.is_none(),
                 "--socket-group: the service manager has made the socket {}: write SocketGroup= in its socket unit",

@@ -34,7 +34,9 @@ mod syscalls;
 
 pub use capabilities::Capabilities;
 pub use landlock::{LandlockRules, LandlockStatus, landlock_version, restrict_landlock};
-pub use namespaces::{Split, begin_child, change_root, hide_directories, is_possible, leave_network, split};
+pub use namespaces::{
+    Split, begin_child, change_root, expect_children, hide_directories, is_possible, leave_network, split,
+};
 pub use root::{Access, Root, View};
 pub use supervisor::{BlockedSignals, Child, End, ReceivedSignal, Supervisor};
 pub use syscalls::{Action, Filter, Role};

@@ -177,8 +177,16 @@ fn unshare(flags: UnshareFlags) -> rustix::io::Result<()> {
     unsafe { rustix::thread::unshare_unsafe(flags) }
 }
 
+/// Lets this process wait for its children. A program that ignores SIGCHLD leaves that to those that it starts, and then the kernel tells
+/// nobody of their ends.
+pub fn expect_children() {
+    // SAFETY: no handler is set.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
+}
+
 /// Calls fork(2) in a process with one thread. Returns `None` in the child.
 fn fork() -> Result<Option<Pid>> {
+    expect_children();
     // SAFETY: the child of a process with one thread inherits no lock of another thread. `split` and `begin_child`
     // count the threads, and `is_possible` runs before `split`.
     let pid = unsafe { libc::fork() };

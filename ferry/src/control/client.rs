@@ -1,5 +1,6 @@
 //! The client of the control socket, and the search for the server of a target.
 
+use std::fmt::Display;
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ferry_fuse::Mountpoint;
+use ferry_fuse::{Mounted, Mountpoint};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -264,13 +265,46 @@ impl Target {
         if let Some(pid) = pid_of(target) {
             return Self::of_process(pid, running);
         }
-        let by_address = target.to_str().and_then(|text| Self::of_address(text, &running));
-        let (client, share, file) = match by_address {
-            Some(found) => found,
-            None => Self::of_path(target, &running)?,
-        };
+        let own = rustix::process::geteuid().as_raw();
+        let (own, others): (Vec<_>, Vec<_>) = running.into_iter().partition(|(client, _)| client.owner() == own);
+        let by_address = target.to_str().and_then(|text| Self::of_address(text, &own));
+        if let Some(found) = by_address {
+            return Ok(Self::found(own, found));
+        }
+        let shown = target.display();
+        let path = target.canonicalize().with_context(|| format!("cannot find {shown}"))?;
+        if let Some(found) = Self::of_path(&shown, &path, &own)? {
+            return Ok(Self::found(own, found));
+        }
+        if let Some(found) = Self::of_other(&path, &others) {
+            return Ok(Self::found(others, found));
+        }
+        if is_in_mount(&path) {
+            bail!("the ferry that serves {shown} does not answer; if it has died, unmount {shown}, or mount again");
+        }
+        bail!(
+            "{shown} is not in a mount or a shared directory of a running ferry of yours, and not the socket of one{}",
+            if others.is_empty() { "" } else { "; servers of other users can be named by their process ids" }
+        )
+    }
+
+    fn found(running: Vec<(Client, Status)>, (client, share, file): Found) -> Self {
         let (client, status) = running.into_iter().nth(client).expect("it was found there");
-        Ok(Self { client, share: Some(share), file, pid: status.pid })
+        Self { client, share: Some(share), file, pid: status.pid }
+    }
+
+    /// Returns the share of another user's server. What servers say of themselves does not count, but that a socket or a mount is that
+    /// user's.
+    fn of_other(path: &Path, others: &[(Client, Status)]) -> Option<Found> {
+        let is_of = |(client, ..): &Found, owner: Option<u32>| owner == Some(others[*client].0.owner());
+        let owner = path.symlink_metadata().ok().filter(|found| found.file_type().is_socket()).map(|found| found.uid());
+        let by_socket = owner.and_then(|_| Self::of_socket(path, others)).filter(|found| is_of(found, owner));
+        by_socket.or_else(|| {
+            let mount = mount_of(path)?;
+            let mount = Mounted::all().ok()?.into_iter().find(|mounted| mounted.id == mount)?;
+            let owner = mount.option("user_id").and_then(|id| id.to_str()?.parse().ok());
+            Self::of_mount(path, others).into_iter().find(|found| is_of(found, owner))
+        })
     }
 
     /// Returns the only server of a process, or the only one of its shares.
@@ -288,30 +322,21 @@ impl Target {
         Ok(Self { client, share: None, file: None, pid })
     }
 
-    fn of_path(target: &Path, running: &[(Client, Status)]) -> Result<Found> {
-        let shown = target.display();
-        let path = target.canonicalize().with_context(|| format!("cannot find {shown}"))?;
+    /// Returns the share with this path; `shown` is its name for the user.
+    fn of_path(shown: &dyn Display, path: &Path, running: &[(Client, Status)]) -> Result<Option<Found>> {
         if path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket())
-            && let Some(found) = Self::of_socket(&path, running)
+            && let Some(found) = Self::of_socket(path, running)
         {
-            return Ok(found);
+            return Ok(Some(found));
         }
-        let mut found = Self::of_mount(&path, running);
+        let mut found = Self::of_mount(path, running);
         if found.is_empty() {
-            found = Self::of_source(&path, running);
+            found = Self::of_source(path, running);
             if found.len() > 1 {
                 bail!("{shown} is shared several times: name {}", places(running, &found).join(", or "));
             }
         }
-        match found.pop() {
-            Some(found) => Ok(found),
-            None if is_in_mount(&path) => {
-                bail!("the ferry that serves {shown} does not answer; if it has died, unmount {shown}, or mount again")
-            }
-            None => {
-                bail!("{shown} is not in a mount or a shared directory of a running ferry, and not the socket of one")
-            }
-        }
+        Ok(found.pop())
     }
 
     /// Returns the share with this 9P address, as `ferry log` shows it.

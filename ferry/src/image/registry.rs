@@ -258,10 +258,7 @@ mod with {
         let remote = remote(&args.remote.reference, args.remote.plain_http, args.remote.jobs)?;
         let folder = &args.store.store;
         let store = Store::create(folder)?;
-        let new = tempfile::Builder::new()
-            .prefix(".new-")
-            .tempdir_in(folder)
-            .context("cannot create a folder in the store")?;
+        let new = store.temporary_folder()?;
         let unkept = new.path().join("image");
         let output = args.output.as_deref().unwrap_or(&unkept);
         let bar = bar("bytes");

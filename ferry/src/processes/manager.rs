@@ -320,7 +320,6 @@ impl Supervisor {
         let Some(change) = self.change() else { return Ok(None) };
         (change.step, change.end) = (Step::Start, Instant::now() + START_TIME);
         let replaces = std::mem::take(&mut change.plan.replaces);
-        self.drop_sockets();
         self.start_all(replaces.into_iter().map(|replacement| replacement.unit).collect())
     }
 
@@ -333,14 +332,17 @@ impl Supervisor {
         if let Step::End(reply) = std::mem::replace(&mut change.step, Step::Start) {
             change.step = Step::Restore(reply);
         }
-        self.drop_sockets();
-        self.start_all(before)
-    }
-
-    /// Removes the socket files of disks that have ended.
-    fn drop_sockets(&mut self) {
-        let ended = self.servers.all.iter_mut().filter(|server| server.is_removed && server.end.is_some());
-        ended.for_each(|server| server.socket = None);
+        // Each by itself: what cannot be started again does not keep the others from it.
+        for unit in before {
+            let name = unit.shown();
+            let socket = unit.disk().map_or(Ok(None), |disk| disk::bind(disk, None));
+            match socket.and_then(|socket| self.servers.begin(unit, socket, HashMap::new(), true)) {
+                Ok(None) => {}
+                Ok(task) => return Ok(task),
+                Err(error) => tracing::error!("{name} cannot be started again: {error:#}"),
+            }
+        }
+        Ok(None)
     }
 
     /// All that is new is up: changes the settings, and ends what is removed.
@@ -355,6 +357,8 @@ impl Supervisor {
             let setting = plan::level_setting(level.as_ref());
             outcomes.push(format!("log {}", setting.value));
             self.set_level(&setting);
+            let level_of_units = plan::level_or_default(level.as_ref());
+            self.servers.all.iter_mut().for_each(|server| server.unit.level.clone_from(&level_of_units));
             if let Some(manager) = &mut self.manager {
                 manager.base.level = Some(level);
             }
@@ -362,6 +366,11 @@ impl Supervisor {
         for (server, item, table) in plan.tables {
             if let Some(known) = self.servers.all.get_mut(server).and_then(|server| server.unit.tables.get_mut(item)) {
                 *known = Some(table);
+            }
+        }
+        for (server, item, known) in plan.items {
+            if let Some(server) = self.servers.all.get_mut(server) {
+                server.unit.set_item(item, known);
             }
         }
         for server in self.servers.all.iter_mut().filter(|server| server.is_new) {
@@ -415,7 +424,6 @@ impl Supervisor {
 
     /// Replies.
     fn finish(&mut self) {
-        self.drop_sockets();
         let Some(change) = self.manager.as_mut().and_then(|manager| manager.change.take()) else { return };
         let Change { client, step: Step::End(reply) | Step::Restore(reply), mut lost, .. } = change else { return };
         // Those that run again.

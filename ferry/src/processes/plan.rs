@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Result, anyhow, bail, ensure};
 use ferry_control::{LogLevel, MetricsAddress, Setting};
 
-use super::unit::{Unit, places_of_disk, places_of_share};
+use super::unit::{Items, Unit, places_of_disk, places_of_share};
 use crate::cli::{Cli, Command};
 use crate::config;
 use crate::disk;
@@ -37,6 +37,8 @@ pub struct Plan {
     pub level: Option<Option<LogLevel>>,
     /// What the configuration file says now of items that go on: the index of the server, that of the item, and its table.
     pub tables: Vec<(usize, usize, toml::Table)>,
+    /// What these items are then, should their server be started again: the index of the server, that of the item, and the item.
+    pub items: Vec<(usize, usize, Items)>,
     /// What else the user should know.
     pub notes: Vec<String>,
 }
@@ -93,6 +95,11 @@ pub struct Base {
 /// The level of the log if the configuration file has none.
 const DEFAULT_LEVEL: &str = "info";
 
+/// Returns the level of servers, by what the configuration file says: the process itself may log at that of its start.
+pub fn level_or_default(level: Option<&LogLevel>) -> Option<LogLevel> {
+    level.cloned().or_else(|| DEFAULT_LEVEL.parse().ok())
+}
+
 /// Returns the setting of a level.
 pub fn level_setting(level: Option<&LogLevel>) -> Setting {
     Setting { name: "log".into(), value: level.map_or(DEFAULT_LEVEL, LogLevel::as_str).into() }
@@ -101,7 +108,9 @@ pub fn level_setting(level: Option<&LogLevel>) -> Setting {
 /// Plans `ferry add`.
 pub fn add(words: &[OsString], folder: &Path, served: &[Served<'_>], base: &Base) -> Result<Plan> {
     let mut starts = units_of_command(words, folder, &base.sandbox_flags)?;
-    starts.iter_mut().for_each(|unit| unit.level = base.level.clone().flatten());
+    if let Some(level) = &base.level {
+        starts.iter_mut().for_each(|unit| unit.level = level_or_default(level.as_ref()));
+    }
     check_count(&starts, served)?;
     check_places(&starts, served)?;
     check_beside(&starts, served)?;
@@ -130,7 +139,7 @@ pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<
         let is_same = |unit: &Unit, item: usize| unit.shares().get(item) == Some(&share);
         match difference.find(&places_of_share(&share), &table, is_same) {
             Found::New => shares.push((share, Some(table))),
-            Found::Known => {}
+            Found::Known(server, item) => difference.plan.items.push((server, item, Items::Shares(vec![share]))),
             Found::Changed(server, keys) => {
                 let unit = Unit::of_group(vec![(share, Some(table))], &base.sandbox_flags);
                 difference.plan.replaces.push(Replacement { server, unit, keys });
@@ -141,7 +150,7 @@ pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<
     for (disk, table) in file.disks.into_iter().zip(file.disk_tables) {
         match difference.find(&places_of_disk(&disk), &table, |unit, _| unit.disk() == Some(&disk)) {
             Found::New => starts.push(Unit::of_disk(disk, Some(table), &base.sandbox_flags)),
-            Found::Known => {}
+            Found::Known(server, item) => difference.plan.items.push((server, item, Items::Disk(Box::new(disk)))),
             Found::Changed(server, keys) => {
                 let unit = Unit::of_disk(disk, Some(table), &base.sandbox_flags);
                 difference.plan.replaces.push(Replacement { server, unit, keys });
@@ -166,7 +175,8 @@ pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<
         Some(level) => {
             plan.level = (*level != file.log).then(|| file.log.clone());
             let replaced = plan.replaces.iter_mut().map(|replacement| &mut replacement.unit);
-            plan.starts.iter_mut().chain(replaced).for_each(|unit| unit.level.clone_from(&file.log));
+            let level = level_or_default(file.log.as_ref());
+            plan.starts.iter_mut().chain(replaced).for_each(|unit| unit.level.clone_from(&level));
         }
         None if file.log.is_some() => plan.notes.push("log has no effect beside --log and FERRY_LOG".into()),
         None => {}
@@ -177,8 +187,8 @@ pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<
 /// What is known of an item of the file.
 enum Found {
     New,
-    /// It is served, and goes on.
-    Known,
+    /// It is served, by this server as this item, and goes on.
+    Known(usize, usize),
     /// It is served with other flags, by this server alone.
     Changed(usize, String),
 }
@@ -200,7 +210,7 @@ impl Difference<'_> {
         let shown = format!("{} at {}", name_of(unit, item), places.join(", "));
         if !self.matched.insert((index, item)) {
             self.blocked.push(format!("{shown} is listed twice"));
-            return Found::Known;
+            return Found::Known(index, item);
         }
         let Some(before) = unit.tables.get(item).and_then(Option::as_ref) else {
             match is_same(unit, item) {
@@ -209,7 +219,7 @@ impl Difference<'_> {
                     self.blocked.push(format!("{shown} was added by hand with other settings: ferry remove it first"))
                 }
             }
-            return Found::Known;
+            return Found::Known(index, item);
         };
         let keys: BTreeSet<_> = before.keys().chain(table.keys()).collect();
         let changed = keys.into_iter().filter(|key| before.get(*key) != table.get(*key));
@@ -235,7 +245,7 @@ impl Difference<'_> {
             });
             self.plan.tables.push((index, item, table.clone()));
         }
-        Found::Known
+        Found::Known(index, item)
     }
 
     /// Adds what the file does not list any more; returns the plan if all of it is possible.

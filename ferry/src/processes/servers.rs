@@ -17,7 +17,7 @@ use super::plan::Served;
 use super::unit::Unit;
 use crate::disk::{self, PATIENCE};
 use crate::new_files::{NewFiles, Success};
-use crate::output::print_json;
+use crate::output::{print_json, say};
 use crate::paths::absolute;
 use crate::sandbox;
 use crate::service_manager;
@@ -171,7 +171,7 @@ impl Servers {
         }
         self.status = self.status.max(end.status());
         if let End::Signal(_) = end {
-            eprintln!("ferry: the server of {name} was ended by {end}");
+            say(format_args!("the server of {name} was ended by {end}"));
         }
         if self.ending.is_some() {
             return;
@@ -179,7 +179,7 @@ impl Servers {
         if was_up || !self.is_announced {
             self.forward(Signal::TERM, false);
         } else {
-            eprintln!("ferry: {name} is not served; the others are");
+            say(format_args!("{name} is not served; the others are"));
         }
     }
 
@@ -251,6 +251,10 @@ impl Server {
             return Ok(None);
         }
         self.end = self.child.end()?;
+        if self.end.is_some() {
+            // Nobody waits for a server that does not come, and another one can be at the same place.
+            self.socket = None;
+        }
         Ok(self.end)
     }
 

@@ -73,6 +73,19 @@ impl Unit {
         Self { items: Items::Shares(shares), tables, sandbox_flags, metrics: None, trace: None, level: None }
     }
 
+    /// Sets what one of the items is now: the shares or the disk have one.
+    pub fn set_item(&mut self, item: usize, now: Items) {
+        match (&mut self.items, now) {
+            (Items::Shares(all), Items::Shares(mut now)) => {
+                if let (Some(known), Some(now)) = (all.get_mut(item), now.pop()) {
+                    *known = now;
+                }
+            }
+            (Items::Disk(known), Items::Disk(now)) => *known = now,
+            _ => {}
+        }
+    }
+
     pub fn shares(&self) -> &[Share] {
         match &self.items {
             Items::Shares(shares) => shares,

@@ -7,6 +7,7 @@ use crate::toc_layers;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Arc, Mutex};
 
 use common::images::{content, json, number, text};
 use common::place::{Place as Mounted, detach, runs, until};
@@ -391,6 +392,32 @@ fn an_image_without_tables_is_pulled_as_a_whole_with_a_sentence() {
         "{said}"
     );
     assert_eq!(text(place.command("verify", "lazy").arg(place.at("lazy.img"))), "clean\n");
+}
+
+#[test]
+fn a_whole_pull_that_is_killed_leaves_nothing_that_is_not_removed() {
+    let Some(place) = Place::new() else { return };
+    place.push(&layers(Format::Estargz), &["--preserve-digests"]);
+    fs::create_dir_all(place.at("images")).unwrap();
+    text(place.command("build", "killed").arg(place.at("images")).arg("-o").arg(place.at("other.img")));
+    let child = Arc::new(Mutex::new(None::<std::process::Child>));
+    let victim = Arc::clone(&child);
+    let mut guard = child.lock().unwrap();
+    // The proxy waits for us to know whom to kill.
+    place.proxy.die_after(4 << 20, move || _ = victim.lock().unwrap().as_mut().unwrap().kill());
+    let mut line = place.command("pull", "killed");
+    *guard = Some(line.arg(place.reference()).arg("-o").arg(place.at("images/killed.img")).spawn().unwrap());
+    drop(guard);
+    until("its end", || child.lock().unwrap().as_mut().unwrap().try_wait().unwrap().is_some());
+    let unfinished = || {
+        let names = fs::read_dir(place.at("killed").join("packs")).unwrap().map(|entry| entry.unwrap().file_name());
+        names.filter(|name| name.as_encoded_bytes().starts_with(b".new-")).count()
+    };
+    assert_eq!(unfinished(), 1);
+    let mut line = place.command("gc", "killed");
+    let report = json(line.arg(place.at("other.img")).args(["--grace-s", "0", "--json"]));
+    assert!(number(&report, "bytes") > 2_000_000, "{report}");
+    assert_eq!(unfinished(), 0);
 }
 
 /// docker-registry of Debian keeps no list of referrers.

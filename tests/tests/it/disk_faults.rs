@@ -137,6 +137,20 @@ fn slow_sectors_delay_no_others_and_failed_flushes_are_reported() {
     });
 }
 
+/// The kernel tells of it once, and takes the lost pages for written.
+#[test]
+fn after_a_failed_flush_of_the_page_cache_all_fail() {
+    on_bad_file(Cache::Writeback, |disk| {
+        let mut driver = Driver::connect(&disk.socket, config(FEATURES & !(1 << 13))).unwrap();
+        for (at, expected) in [(8 * MIB, OK), (6 * MIB, IO_ERROR), (8 * MIB, IO_ERROR)] {
+            let ticket = write(&mut driver, at, &[1; 4096]);
+            assert_eq!(outcome(&mut driver, ticket).1, OK);
+            let flushes = [(); 2].map(|()| driver.queue(0).submit(&[&header(FLUSH, 0)], &[1]).unwrap());
+            assert_eq!(flushes.map(|ticket| outcome(&mut driver, ticket).1), [expected; 2], "{at}");
+        }
+    });
+}
+
 /// The host may have no device mapper; a User-mode Linux guest has. There `ferry disk` serves the device, and qemu-io
 /// uses it.
 #[test]
