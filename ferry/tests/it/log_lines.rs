@@ -81,6 +81,11 @@ fn what_another_user_serves_does_nothing_to_roots_terminal() {
             assert!(json.to_string().contains("title"), "{json}");
         }
     }
+    // Its socket is that user's, as the kernel says; of a directory only the server says what it serves.
+    assert_eq!(run(ferry().arg("log").arg(hostile.join("s"))).status.code(), Some(0));
+    let output = run(ferry().arg("log").arg(&hostile));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(1) && said.contains("by their process ids"), "{said:?}");
     let output = run(ferry().arg("log").arg(hostile.join("none")));
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.code() == Some(1) && said.lines().count() == 1, "{said:?}");

@@ -30,6 +30,23 @@ fn serves_until_a_signal() {
     }
 }
 
+/// The kernel tells nobody of the end of a child whose parent ignores that, and Ferry has children from its start.
+#[test]
+fn serves_also_if_its_parent_ignores_the_end_of_children() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "trap '' CHLD; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_ferry"), "share"]).stdin(Stdio::null());
+    let mut server = Server::start(shell.arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let status = fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
+    let ignored = u64::from_str_radix(ignored, 16).unwrap();
+    assert_eq!(ignored >> (Signal::CHILD.as_raw() - 1) & 1, 0, "{status}");
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+    assert!(!socket.exists());
+}
+
 /// Only with --tag the device tells its guest what to mount.
 #[test]
 fn the_log_says_what_a_guest_mounts() {

@@ -95,6 +95,8 @@ pub(crate) struct Inode {
     pub(crate) kind: FileType,
     /// Where it was last found; `None` for the root.
     place: Mutex<Option<Place>>,
+    /// Where a file was found before.
+    former: Mutex<Option<Place>>,
     fid: Mutex<Option<Arc<OwnedFid>>>,
     born: Mutex<BirthStamp>,
     pub(crate) io: Mutex<Io>,
@@ -119,6 +121,7 @@ impl Inode {
             path,
             kind,
             place,
+            former: Mutex::default(),
             fid,
             born: Mutex::default(),
             io: Mutex::default(),
@@ -157,9 +160,24 @@ impl Inode {
         lock(&self.place).clone()
     }
 
+    /// It was found there. Files may have several names.
+    fn set_place(&self, now: Place) {
+        let mut place = lock(&self.place);
+        let is_same = place.as_ref().is_some_and(|place| place.dir.ino == now.dir.ino && place.name == now.name);
+        let before = place.replace(now);
+        drop(place);
+        if !is_same && !self.is_dir() {
+            *lock(&self.former) = before;
+        }
+    }
+
     /// Returns the names that lead to it from the root.
     pub(crate) fn names(&self) -> Result<Vec<NameBuf>> {
-        let (mut names, mut next) = (Vec::new(), self.place());
+        Self::names_to(self.place())
+    }
+
+    fn names_to(place: Option<Place>) -> Result<Vec<NameBuf>> {
+        let (mut names, mut next) = (Vec::new(), place);
         while let Some(Place { dir, name }) = next {
             if names.len() == DEPTH_MAX {
                 return Err(Errno::STALE);
@@ -225,8 +243,19 @@ impl Inode {
         if self.ino == Ino::ROOT {
             return Ok(root);
         }
-        let names = self.names()?;
-        let (mut at, mut path) = (root, None);
+        let found = self.find_at(session, &root, self.place());
+        match (found, lock(&self.former).clone()) {
+            // Its last name is gone, and it may have another one.
+            (Err(RequestError::Errno(Errno::NOENT | Errno::STALE)), Some(former)) => {
+                self.find_at(session, &root, Some(former))
+            }
+            (found, _) => found,
+        }
+    }
+
+    fn find_at(&self, session: &Session, root: &Arc<OwnedFid>, place: Option<Place>) -> Outcome<Arc<OwnedFid>> {
+        let names = Self::names_to(place)?;
+        let (mut at, mut path) = (Arc::clone(root), None);
         for part in names.chunks(WALK_NAMES_MAX) {
             let (next, qid) = walk(session, at.fid(), part)?;
             (at, path) = (next, Some(qid.path));
@@ -362,7 +391,7 @@ impl Inodes {
         known.references += 1;
         let inode = Arc::clone(&known.inode);
         drop(tables);
-        *lock(&inode.place) = Some(place);
+        inode.set_place(place);
         // To some servers a fid is a path: the last one leads to the current file.
         let old = lock(&inode.fid).replace(fid);
         drop(old);

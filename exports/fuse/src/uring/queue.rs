@@ -24,6 +24,8 @@ use crate::sched_idle::SchedIdle;
 /// A request that waits for a lock, or whose handler is blocked, keeps its entry, and without a free entry nothing of that
 /// CPU goes on: so more are registered when few are left, up to so many times the depth. Then they wait.
 const BLOCKS_MAX: usize = 256;
+/// The memory of entries that are added for requests that wait for a limit, in bytes.
+const DELAYED_BYTES_MAX: usize = 32 << 20;
 
 /// Threads of one queue: one that works, the others blocked in handlers or spare.
 const THREADS_MAX: usize = 32;
@@ -171,7 +173,9 @@ impl Queue {
         let parked = usize::try_from(self.parked.load(Ordering::Relaxed)).unwrap_or(0);
         let parked = parked.saturating_sub(self.deferred.given_up());
         let kept = lock(&self.calls).away.len() * self.depth;
-        parked + kept + self.delayed.count() + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
+        // A FLUSH passes those that wait for a limit, if there is an entry for it.
+        let delayed = self.delayed.count().min(DELAYED_BYTES_MAX / self.payload_bytes.max(1));
+        parked + kept + delayed + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
     }
 
     /// An entry's block and its place in it.

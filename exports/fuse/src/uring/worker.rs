@@ -243,6 +243,7 @@ impl<'a> Worker<'a> {
         // For the reply, if it is interrupted.
         block.states[slot].commit_id.store(ring_entry.commit_id, Ordering::Relaxed);
         self.queue.delayed.push(header.unique, index);
+        self.add_entries();
         self.queue.connection.monitor_handle.ring();
         true
     }

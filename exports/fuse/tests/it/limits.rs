@@ -103,13 +103,20 @@ fn exhausted(path: Path) -> (Mounted, Arc<TokenBucket>, File, Child) {
 #[test]
 fn interrupts_and_flush_pass_requests_that_wait() {
     for path in paths() {
-        let (mounted, _all, file, mut child) = exhausted(path);
+        let (mounted, _all, file, child) = exhausted(path);
+        // More than a queue of the ring has entries at first.
+        let look = |number: u32| Command::new("stat").arg(mounted.path(&format!("none-{number}"))).spawn().unwrap();
+        let mut waiting: Vec<_> = (0..24).map(look).chain([child]).collect();
+        thread::sleep(Duration::from_millis(300));
         let begin = Instant::now();
         drop(file);
         assert!(begin.elapsed() < Duration::from_secs(2), "{path:?}: close waits, {:?}", begin.elapsed());
-        // A killed process waits for the reply to its request, unless that is interrupted.
-        child.kill().unwrap();
-        wait_until("a killed process ends", || child.try_wait().unwrap().is_some());
+        for child in &mut waiting {
+            assert!(child.try_wait().unwrap().is_none(), "{path:?}: it waits");
+            // A killed process waits for the reply to its request, unless that is interrupted.
+            child.kill().unwrap();
+            wait_until("a killed process ends", || child.try_wait().unwrap().is_some());
+        }
         mounted.stop();
     }
 }

@@ -157,6 +157,64 @@ fn lock(kind: LockKind, owner: u64) -> Lock {
     Lock { kind, owner, start: 10, end: 19, pid: 42, flock: false }
 }
 
+/// A lock at the server ends with the fid that it was set through, and openers share their fids.
+#[test]
+fn a_lock_does_not_end_with_another_open_of_its_file() {
+    let served = Served::new();
+    let client = served.connect(patient(Cache::None));
+    let (entry, writes) = file(&client);
+    let reads = client.open(&CX, entry.ino, OFlags::RDONLY).unwrap();
+    let taken = client.set_lock(&CX, entry.ino, reads, &lock(LockKind::Read, 2), None);
+    assert_eq!(taken, Ok(LockOutcome::Done));
+    client.release(&CX, entry.ino, writes);
+    let (ino, own) = at_server(&served);
+    let theirs = Lock { owner: LockOwner { session: SessionId::unique(), id: 1 }, ..lock(LockKind::Write, 1) };
+    // A clunk is sent behind other requests.
+    client.getattr(&CX, Ino::ROOT, None).unwrap();
+    assert_eq!(served.source.set_lock(&CX, ino, own, &theirs, None).unwrap_err(), Errno::AGAIN);
+    client.release(&CX, entry.ino, reads);
+    let begun = Instant::now();
+    while served.source.set_lock(&CX, ino, own, &theirs, None).is_err() {
+        assert!(begun.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn locks_end_with_their_owners_while_the_server_is_away() {
+    let served = Served::new();
+    let client = served.connect(Options { patience: Duration::from_millis(300), ..patient(Cache::None) });
+    let (entry, handle) = file(&client);
+    let other = client.open(&CX, entry.ino, OFlags::RDWR).unwrap();
+    let taken = client.set_lock(&CX, entry.ino, handle, &lock(LockKind::Write, 1), None);
+    assert_eq!(taken, Ok(LockOutcome::Done));
+    served.stop();
+    let _ = client.flush(&CX, entry.ino, handle, 1);
+    client.release(&CX, entry.ino, handle);
+    served.start();
+    let begun = Instant::now();
+    while client.getattr(&CX, Ino::ROOT, None).is_err() {
+        assert!(begun.elapsed() < PATIENCE);
+    }
+    let (ino, own) = at_server(&served);
+    let theirs = Lock { owner: LockOwner { session: SessionId::unique(), id: 1 }, ..lock(LockKind::Read, 1) };
+    assert_eq!(served.source.set_lock(&CX, ino, own, &theirs, None), Ok(LockOutcome::Done));
+    client.release(&CX, entry.ino, other);
+}
+
+#[test]
+fn a_file_that_has_lost_its_newest_name_is_found_by_another_one() {
+    let served = Served::new();
+    let client = served.connect(patient(Cache::None));
+    let (entry, handle) = file(&client);
+    write(&client, entry.ino, handle, 0, b"kept").unwrap();
+    client.link(&CX, entry.ino, Ino::ROOT, name("backup")).unwrap();
+    client.unlink(&CX, Ino::ROOT, name("backup")).unwrap();
+    served.stop();
+    served.start();
+    assert_eq!(read(&client, entry.ino, handle, 0, 99).unwrap(), b"kept");
+}
+
 #[test]
 fn locks_are_taken_again() {
     let served = Served::new();
