@@ -20,8 +20,8 @@ use rustix::net::{
 };
 use vhost::vhost_user::{Error, Result};
 
-use crate::persistent_connection::FILES_MAX;
-
+/// The most descriptors of a message and its reply: the limit of vhost-user, and one.
+pub(crate) const FILES_MAX: usize = 33;
 /// A header: request, flags, and the length of what follows, each of four bytes.
 pub(crate) const HEADER_BYTES: usize = 12;
 const SET_BACKEND_REQ_FD: u32 = 21;

@@ -22,13 +22,11 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg,
 };
 
-use crate::channel::{HEADER_BYTES, number};
+use crate::channel::{FILES_MAX, HEADER_BYTES, number};
 pub use connection_store::{Commit, ConnectionStore, Records, StoredConnection};
 use replay_log::ReplayLog;
 pub(crate) use replay_log::was_added;
 
-/// The most descriptors of a message and its reply: the limit of vhost-user, and one.
-pub(crate) const FILES_MAX: usize = 33;
 /// The longest body that vhost-user has.
 const BODY_BYTES_MAX: usize = 4096;
 /// How long the rest of a message that came in part may take, before it is looked for again.
