@@ -20,6 +20,8 @@ use rustix::net::{
 };
 use vhost::vhost_user::{Error, Result};
 
+/// How long a message waits for its descriptors.
+pub(crate) const DESCRIPTORS_WAIT_MAX: Duration = Duration::from_secs(30);
 /// The most descriptors of a message and its reply: the limit of vhost-user, and one.
 pub(crate) const FILES_MAX: usize = 33;
 /// A header: request, flags, and the length of what follows, each of four bytes.
@@ -197,30 +199,44 @@ fn receive_answer(
 }
 
 /// Waits for the next request, until its descriptors can be received. With none left, the kernel would drop them, and the rest of the
-/// message be taken for another one.
-pub(crate) fn wait_for_descriptors(stream: &UnixStream, is_over: impl Fn() -> bool) {
-    let mut is_told = false;
+/// message be taken for another one. Returns whether it may be read; not if `is_over` says that nobody wants that any more.
+pub(crate) fn wait_for_descriptors(stream: &UnixStream, is_over: impl Fn() -> bool) -> bool {
+    let mut begun = None;
     loop {
         let mut message = [0; HEADER_BYTES];
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::PEEK | RecvFlags::CMSG_CLOEXEC;
         // Whatever fails, the next to read meets it again.
-        let Ok(seen) = recvmsg(stream, &mut [IoSliceMut::new(&mut message)], &mut control, flags) else { return };
+        let Ok(seen) = recvmsg(stream, &mut [IoSliceMut::new(&mut message)], &mut control, flags) else { return true };
         let received = control.drain().map(|message| match message {
             RecvAncillaryMessage::ScmRights(files) => files.count(),
             _ => 0,
         });
-        if !seen.flags.contains(ReturnFlags::CTRUNC) || received.sum::<usize>() >= FILES_MAX || is_over() {
-            return;
+        if !seen.flags.contains(ReturnFlags::CTRUNC) || received.sum::<usize>() >= FILES_MAX {
+            return true;
         }
-        if !std::mem::replace(&mut is_told, true) {
-            tracing::warn!(
-                "the process has no descriptor left for a message of the front end, which waits: raise its limit"
-            );
+        if is_over() {
+            return false;
+        }
+        if begun.get_or_insert_with(warn_of_descriptors).elapsed() > DESCRIPTORS_WAIT_MAX {
+            return true;
         }
         std::thread::sleep(TICK);
     }
+}
+
+/// Whether the peer of a socket has hung up.
+pub(crate) fn has_left(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
+}
+
+/// Tells that a message waits for descriptors; returns the time.
+pub(crate) fn warn_of_descriptors() -> Instant {
+    tracing::warn!("the descriptors of a message of the front end cannot be taken, and it waits: are there none left?");
+    Instant::now()
 }
 
 /// Waits for the next request, and takes it if it brings the socket and is `wanted`.

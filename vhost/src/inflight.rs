@@ -152,9 +152,6 @@ impl Area {
         for region in (0..usize::from(self.queues)).filter_map(|queue| self.region(queue)) {
             region.cells.store_u16(VERSION_AT, 0, Ordering::Release);
         }
-        if let Some(note) = self.note() {
-            note.store_u64(0, 0, Ordering::Release);
-        }
     }
 }
 

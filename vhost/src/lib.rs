@@ -118,7 +118,8 @@ pub trait Device: Send + Sync + 'static {
     fn restore(&self, _session: &Self::Session, _kept: u32) {}
     /// The driver has chosen these virtio features. It may choose again.
     fn negotiated(&self, _session: &Self::Session, _features: u64) {}
-    /// The driver has reset the device: what it wrote to the configuration space is void.
+    /// The driver has reset the device: what it wrote to the configuration space is void, unless
+    /// [`driver_state`](Self::driver_state) has it afterwards.
     fn reset(&self, _session: &Self::Session) {}
     /// Memory of what is in flight that the device keeps itself ([`in_flight_memory`]), wherever a front end may or may not
     /// keep some. Chains may be [`Answer::Parked`], and are served again; those that were taken before say so

@@ -22,7 +22,7 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg,
 };
 
-use crate::channel::{FILES_MAX, HEADER_BYTES, number};
+use crate::channel::{DESCRIPTORS_WAIT_MAX, FILES_MAX, HEADER_BYTES, has_left, number, warn_of_descriptors};
 pub use connection_store::{Commit, ConnectionStore, Records, StoredConnection};
 use replay_log::ReplayLog;
 pub(crate) use replay_log::was_added;
@@ -230,7 +230,7 @@ fn fill(
     stop: &OwnedFd,
 ) -> Result<(), LostError> {
     set_peek_offset(socket, 0)?;
-    let mut have = 0;
+    let (mut have, mut begun) = (0, None);
     while have < buffer.len() {
         match receive(socket, &mut buffer[have..], files.as_deref_mut(), RecvFlags::PEEK) {
             Ok(0) => return Err(LostError::HungUp),
@@ -239,6 +239,12 @@ fn fill(
             Err(LostError::System(Errno::CONNRESET)) => return Err(LostError::HungUp),
             // There are none left: all is still in the socket.
             Err(LostError::Files) if files.as_ref().is_some_and(|files| files.len() < FILES_MAX) => {
+                if has_left(socket) {
+                    return Err(LostError::HungUp);
+                }
+                if begun.get_or_insert_with(warn_of_descriptors).elapsed() > DESCRIPTORS_WAIT_MAX {
+                    return Err(LostError::Files);
+                }
                 files.iter_mut().for_each(|files| files.clear());
                 set_peek_offset(socket, 0)?;
                 have = 0;

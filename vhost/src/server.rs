@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::Device;
-use crate::channel::{self, Channel};
+use crate::channel::{self, Channel, has_left};
 use crate::connection::{Connection, Inherited};
 use crate::persistent_connection::{self, ConnectionStore, LostError, PersistentConnection, Records, StoredConnection};
 
@@ -199,15 +199,15 @@ impl Stop {
         }
     }
 
+    /// Whether nobody waits for an answer any more.
+    fn is_over(&self) -> bool {
+        self.is_set() || lock(&self.stream).as_ref().is_some_and(|(stream, _)| has_left(stream))
+    }
+
     fn is_set(&self) -> bool {
         let mut fds = [PollFd::new(&self.event, PollFlags::IN)];
         poll(&mut fds, Some(&NOW)).is_ok_and(|ready| ready > 0)
     }
-}
-
-fn has_left(stream: &UnixStream) -> bool {
-    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
-    poll(&mut fds, Some(&NOW)).is_ok_and(|ready| ready > 0)
 }
 
 fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
@@ -354,7 +354,10 @@ impl<'a, D: Device> Listener<'a, D> {
 
     /// Waits for a message, and acts upon it.
     fn hear(&mut self) -> Result<Received, ReleasedConnection> {
-        channel::wait_for_descriptors(&self.ours, || self.stop.is_set());
+        if !channel::wait_for_descriptors(&self.ours, || self.stop.is_over()) {
+            // What was not read stays for the next server.
+            return if self.stop.is_set() { Err(LostError::Stopped.into()) } else { Ok(Received::Over) };
+        }
         let taken = channel::take(&self.ours, self.takes_channel, || lock(self.connection).acknowledges());
         let outcome = match taken {
             Ok(Some(socket)) => {
@@ -384,8 +387,13 @@ fn listen<D: Device>(
     stop: &Stop,
 ) -> Result<(), ReleasedConnection> {
     let mut listener = Listener::new(device, stream, connection, stop)?;
-    while listener.hear()? != Received::Over {}
-    Ok(())
+    loop {
+        match listener.hear() {
+            Ok(Received::Over) | Err(ReleasedConnection::Lost(LostError::Stopped)) => return Ok(()),
+            Ok(Received::Done | Received::Refused) => {}
+            Err(error) => return Err(error),
+        }
+    }
 }
 
 /// The same on a connection that no end of this server closes.
@@ -401,7 +409,11 @@ fn listen_lasting<D: Device>(
     for (key, (bytes, files)) in records {
         lock(listener.connection).taking_over(Inherited::Now { later: persistent_connection::was_added(*key) });
         lasting.forward(bytes, files)?;
-        if listener.hear()? != Received::Done {
+        let heard = match listener.hear() {
+            Err(ReleasedConnection::Lost(LostError::Stopped)) => return Ok(()),
+            heard => heard?,
+        };
+        if heard != Received::Done {
             tracing::warn!("the front end's message {key:#x} to the server before cannot be repeated");
         }
         lasting.reply()?;
@@ -419,6 +431,9 @@ fn listen_lasting<D: Device>(
         lasting.record_before(&message)?;
         let runs = lock(listener.connection).runs();
         let heard = listener.hear();
+        if let Err(ReleasedConnection::Lost(LostError::Stopped)) = heard {
+            return Ok(());
+        }
         let reply = lasting.reply()?;
         lasting.record_base(lock(listener.connection).resting())?;
         lasting.commit(&message, &reply, (matches!(heard, Ok(Received::Done)), runs))?;

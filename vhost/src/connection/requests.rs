@@ -300,6 +300,9 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             tracing::warn!("no window: the front end would not acknowledge mappings");
             return Ok(VhostUserShMemConfig::default());
         }
+        if self.device.window_bytes().is_none() {
+            return Ok(VhostUserShMemConfig::default());
+        }
         self.device.window_opened(&self.session, window);
         Ok(VhostUserShMemConfig::new(1, &[window.bytes()]))
     }
