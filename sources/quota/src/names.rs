@@ -123,7 +123,11 @@ impl Quota {
         // A name that replaces another one takes its place.
         let replaced = self.source.lookup(cx, to.0, to.1).inspect(|entry| self.source.forget(entry.ino, 1));
         let room = self.reserve_bytes(if replaced.is_ok() { 0 } else { BLOCK })?;
-        let whiteout = flags.contains(RenameFlags::WHITEOUT).then(|| self.reserve_file()).transpose()?;
+        let source = self.source.lookup(cx, from.0, from.1).inspect(|entry| self.source.forget(entry.ino, 1));
+        // Nothing is renamed between two names of one inode.
+        let is_same = matches!((&source, &replaced), (Ok(one), Ok(other)) if one.ino == other.ino);
+        let makes_whiteout = flags.contains(RenameFlags::WHITEOUT) && !is_same;
+        let whiteout = makes_whiteout.then(|| self.reserve_file()).transpose()?;
         let (held_from, held_to) = (self.hold(cx, from.0)?, self.hold(cx, to.0)?);
         let _removal = self.removals.begin();
         let renamed = match flags.contains(RenameFlags::NOREPLACE) {

@@ -357,8 +357,13 @@ impl Disk {
         let holes = file.read().extents.holes(block_of(range.start)..range.end.div_ceil(BLOCK_BYTES));
         let missing: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
         // Nothing is moved out of the first tier for what never fits.
-        if missing > self.space().1.min(self.tier1.blocks.blocks()) {
-            return Err(Errno::NOSPC);
+        let never_fits = || missing > self.space().1.min(self.tier1.blocks.blocks());
+        if never_fits() {
+            // What a flush has freed may not be collected yet.
+            self.sync_log()?;
+            if never_fits() {
+                return Err(Errno::NOSPC);
+            }
         }
         self.with_room(|| {
             let _change = self.change();

@@ -4,7 +4,7 @@
 //! once, others are cold. Finding cold files takes a few steps, whatever the number of files.
 #![forbid(unsafe_code)]
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -40,12 +40,10 @@ impl Heat {
             return;
         }
         self.removed.store(0, Ordering::Relaxed);
-        // As in `next`.
-        let mut known = std::mem::take(&mut *lock(&self.ring));
-        known.retain(|ino| exists(*ino));
-        let mut ring = lock(&self.ring);
-        known.append(&mut ring);
-        *ring = known;
+        // As in `next`. Others use the ring meanwhile, and no number is used again.
+        let known: Vec<Ino> = lock(&self.ring).iter().copied().collect();
+        let gone: HashSet<Ino> = known.into_iter().filter(|ino| !exists(*ino)).collect();
+        lock(&self.ring).retain(|ino| !gone.contains(ino));
     }
 
     /// Returns the length of the ring, which includes some removed files.

@@ -142,7 +142,12 @@ impl Memfds {
             let offset = if at.append { file.usage()?.size } else { at.offset + done as u64 };
             let reserved = self.reserve_locked(file, &mut dense_to, offset, count as u64);
             match reserved.and_then(|()| rustix::io::pwrite(file.as_fd(), &buffer[..count], offset)) {
-                Ok(written) => done += written,
+                Ok(written) => {
+                    done += written;
+                    if written < count {
+                        break;
+                    }
+                }
                 Err(error) if done == 0 => return Err(error),
                 Err(_) => break,
             }

@@ -242,17 +242,17 @@ impl<S: Store> Tree<S> {
 
     /// Updates the access time after a read, as `relatime` does: when it is older than a change, or than a day.
     pub(crate) fn accessed(&self, node: &Node<S>) {
-        if self.is_access_late(&node.read().meta) {
+        if self.is_access_late(&node.read().meta, node.noted_write()) {
             // Not logged separately: the next record includes it.
             node.write().meta.atime = S::now();
         }
     }
 
     /// Whether a read now changes the access time.
-    pub(crate) fn is_access_late(&self, meta: &Meta) -> bool {
+    pub(crate) fn is_access_late(&self, meta: &Meta, noted_write: Option<Timespec>) -> bool {
         let now = S::now();
-        let is_old =
-            meta.atime <= meta.mtime || meta.atime <= meta.ctime || now.sec.saturating_sub(meta.atime.sec) >= DAY_S;
+        let mtime = noted_write.unwrap_or(meta.mtime);
+        let is_old = meta.atime <= mtime || meta.atime <= meta.ctime || now.sec.saturating_sub(meta.atime.sec) >= DAY_S;
         is_old && meta.atime < now && !self.limits.read_only
     }
 

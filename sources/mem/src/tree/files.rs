@@ -228,7 +228,7 @@ impl<S: Store> Tree<S> {
             return None;
         }
         let open = self.handles.get(cx.session, ino, handle).ok()?;
-        let mut state = open.node.write();
+        let mut state = open.node.write_live().ok()?;
         // Writes by the client's kernel do not clear suid and sgid here, so such files get no backing.
         let Meta { mode, .. } = state.meta;
         let privileged = mode & S_ISUID != 0 || mode & (S_ISGID | S_IXGRP) == S_ISGID | S_IXGRP;
@@ -245,7 +245,9 @@ impl<S: Store> Tree<S> {
     pub(crate) fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
         let (done, late) = self.handles.with(cx.session, at.ino, at.handle, |open| {
             let state = open.node.read();
-            let late = !S::KEEPS_TIMES && self.is_access_late(&state.meta);
+            let late = !S::KEEPS_TIMES
+                && !open.flags.contains(OFlags::NOATIME)
+                && self.is_access_late(&state.meta, open.node.noted_write());
             let late = late.then(|| Arc::clone(&open.node));
             match &state.file()?.file {
                 Some(file) => Ok((self.store.read(file, at.offset, at.len, out)?, late)),
