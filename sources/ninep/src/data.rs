@@ -190,9 +190,6 @@ impl Transfer {
     /// Waits until it can be sent.
     fn resend(self) {
         let Self { shared, inode, what, .. } = &self;
-        if self.is_too_late() {
-            return self.done.end(self.buffer, Err(Errno::IO));
-        }
         let until = self.until.unwrap_or_else(Instant::now);
         let ready = shared.link.with_retry_until(until, |session| match what {
             TransferKind::Read => inode.fid_for(shared, session, true),
@@ -200,6 +197,8 @@ impl Transfer {
             TransferKind::Sync => inode.open_fid(shared, session),
         });
         match ready {
+            // Locks are taken again, or lost, before the new connection is used.
+            Ok(_) if self.is_too_late() => self.done.end(self.buffer, Err(Errno::IO)),
             Ok(held) => self.send(held),
             Err(errno) => self.done.end(self.buffer, Err(errno)),
         }

@@ -304,6 +304,12 @@ impl Shared {
                 }
             }
         }
+        {
+            // An fsync meanwhile may have been served before it.
+            let mut io = lock(&inode.io);
+            io.unsynced.get_or_insert(session.serial);
+            io.written += 1;
+        }
         match failed {
             Some(fail) if done == 0 => Err(fail),
             _ => Ok(done),

@@ -244,12 +244,12 @@ impl Inode {
             return Ok(root);
         }
         let found = self.find_at(session, &root, self.place());
-        match (found, lock(&self.former).clone()) {
-            // Its last name is gone, and it may have another one.
-            (Err(RequestError::Errno(Errno::NOENT | Errno::STALE)), Some(former)) => {
-                self.find_at(session, &root, Some(former))
-            }
-            (found, _) => found,
+        let Err(RequestError::Errno(errno @ (Errno::NOENT | Errno::STALE))) = found else { return found };
+        // Its last name is gone, and it may have another one.
+        let former = lock(&self.former).clone().ok_or(errno)?;
+        match self.find_at(session, &root, Some(former)) {
+            Err(RequestError::Errno(_)) => Err(RequestError::Errno(errno)),
+            found => found,
         }
     }
 
@@ -433,7 +433,9 @@ impl Inodes {
         tables.is_overfull |= is_unsynced;
         let known = tables.remove(ino);
         drop(guard);
-        drop(known);
+        // Files that were found in a directory may keep it.
+        let fid = known.as_ref().and_then(|known| lock(&known.inode.fid).take());
+        drop((fid, known));
     }
 
     /// Returns whether all files to sync are known; an unknown one is reported once.

@@ -481,7 +481,9 @@ impl Shared {
     pub(crate) fn reacquire_locks(&self, session: &Arc<Session>) {
         for inode in self.inodes.all() {
             let locks = lock(&inode.locks).all();
-            let taken = locks.iter().try_for_each(|wanted| self.lock_now(session, &inode, wanted, true));
+            // Who did not wait so long has given it up.
+            let wanted = locks.iter().filter(|wanted| lock(&inode.locks).has(wanted.owner));
+            let taken = { wanted }.try_for_each(|wanted| self.lock_now(session, &inode, wanted, true));
             match taken {
                 Ok(()) | Err(RequestError::Lost { .. }) => {}
                 Err(RequestError::Errno(errno)) => {

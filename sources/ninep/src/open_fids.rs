@@ -229,7 +229,9 @@ impl Inode {
         let mut io = lock(&self.io);
         let has_locked = io.has_locked;
         let place = if access.writes { &mut io.writes } else { &mut io.reads };
-        let old = if has_locked && place.is_some() { Some(open) } else { place.replace(open) };
+        let is_kept = has_locked
+            && place.as_ref().is_some_and(|known| Arc::ptr_eq(known.held.connection(), open.held.connection()));
+        let old = if is_kept { Some(open) } else { place.replace(open) };
         io.add(access);
         drop(io);
         drop(old);
@@ -246,6 +248,7 @@ impl Inode {
     pub(crate) fn close_unused(&self) {
         let mut io = lock(&self.io);
         let old = if io.is_closed() { (io.reads.take(), io.writes.take()) } else { (None, None) };
+        io.has_locked &= !io.is_closed();
         drop(io);
         drop(old);
     }

@@ -162,8 +162,11 @@ fn lock(kind: LockKind, owner: u64) -> Lock {
 fn a_lock_does_not_end_with_another_open_of_its_file() {
     let served = Served::new();
     let client = served.connect(patient(Cache::None));
-    let (entry, writes) = file(&client);
+    let (entry, made) = file(&client);
+    client.release(&CX, entry.ino, made);
+    // By a fid each; locks go by that for writing.
     let reads = client.open(&CX, entry.ino, OFlags::RDONLY).unwrap();
+    let writes = client.open(&CX, entry.ino, OFlags::RDWR).unwrap();
     let taken = client.set_lock(&CX, entry.ino, reads, &lock(LockKind::Read, 2), None);
     assert_eq!(taken, Ok(LockOutcome::Done));
     client.release(&CX, entry.ino, writes);
@@ -193,8 +196,9 @@ fn locks_end_with_their_owners_while_the_server_is_away() {
     client.release(&CX, entry.ino, handle);
     served.start();
     let begun = Instant::now();
-    while client.getattr(&CX, Ino::ROOT, None).is_err() {
+    while client.lookup(&CX, Ino::ROOT, name("d")).is_err() {
         assert!(begun.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(10));
     }
     let (ino, own) = at_server(&served);
     let theirs = Lock { owner: LockOwner { session: SessionId::unique(), id: 1 }, ..lock(LockKind::Read, 1) };
