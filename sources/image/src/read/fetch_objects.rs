@@ -304,6 +304,10 @@ impl<'a> Receiver<'a> {
             return Ok(None);
         }
         let ours = file.metadata().doing("look at", &path)?;
+        if ours.uid() != rustix::process::geteuid().as_raw() {
+            // Another user has begun it, and alone can change its mode in the end.
+            return Ok(None);
+        }
         // Its previous owner may just have renamed it.
         if !fs::metadata(&path).is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {
             return Ok(None);

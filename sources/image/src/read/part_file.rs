@@ -136,11 +136,7 @@ pub(crate) fn complete(pack: &Pack, common: &PartialPacks) -> Result<()> {
     new.file.write_all(&pack.index.to_bytes()).doing("write to", &*new.path)?;
     new.file.sync_all().doing("sync", &*new.path)?;
     pack.file.sync_all().doing("sync", &part)?;
-    match pack.file.set_permissions(fs::Permissions::from_mode(0o444)) {
-        // It was begun by another user. Who may write to the folder could replace it in any case.
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
-        changed => changed.doing("change", &part)?,
-    }
+    pack.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &part)?;
     // The name may belong to another process's new file: then this one is already complete under its final name.
     if is_ours(&part) || !name.exists() {
         fs::rename(&part, &name).doing("make", &name)?;

@@ -13,7 +13,7 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use crate::format::digest::Digest;
-use crate::format::error::{ImageResult, IoContext, Result};
+use crate::format::error::{Error, ImageResult, IoContext, Result, told};
 use crate::format::image::Image;
 use crate::format::index::pack_name;
 use crate::store::layout::{self, DAMAGED_SUFFIX, INDEX_SUFFIX, PART_SUFFIX};
@@ -205,10 +205,20 @@ impl ExclusiveStore {
         // Indexes come first in this order.
         old.sort_unstable_by_key(|(kind, ..)| *kind);
         for (kind, path, metadata) in old {
-            let below = if metadata.is_dir() { tree_bytes(&path)? } else { 0 };
-            if !dry && !remove(&path)? {
-                continue;
-            }
+            let removed = (|| {
+                let below = if metadata.is_dir() { tree_bytes(&path)? } else { 0 };
+                Ok((below, dry || remove(&path)?))
+            })();
+            let below = match removed {
+                Ok((below, true)) => below,
+                Ok((_, false)) => continue,
+                Err(error) if metadata.is_dir() && is_refused(&error) => {
+                    // Of another user's download: that user or root removes it.
+                    tracing::warn!("{}: it is left", told(&error));
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             collected.bytes += disk_bytes(&metadata) + below;
             match kind {
                 Kind::Index(pack) => collected.removed.push(pack),
@@ -221,6 +231,10 @@ impl ExclusiveStore {
         }
         Ok(collected)
     }
+}
+
+fn is_refused(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.kind() == ErrorKind::PermissionDenied)
 }
 
 /// Removes a file, or a folder with all that is in it; returns whether it existed.
@@ -243,9 +257,17 @@ fn disk_bytes(metadata: &Metadata) -> u64 {
 fn tree_bytes(folder: &Path) -> Result<u64> {
     let (mut bytes, mut folders) = (0, vec![folder.to_owned()]);
     while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).doing("list", &folder)? {
+        let entries = match fs::read_dir(&folder) {
+            // Its process removes it.
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            entries => entries.doing("list", &folder)?,
+        };
+        for entry in entries {
             let entry = entry.doing("list", &folder)?;
-            let metadata = entry.metadata().doing("look at", entry.path())?;
+            let metadata = match entry.metadata() {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                metadata => metadata.doing("look at", entry.path())?,
+            };
             bytes += disk_bytes(&metadata);
             if metadata.is_dir() {
                 folders.push(entry.path());

@@ -112,6 +112,7 @@ fn what_no_image_needs_goes_and_nothing_else() {
     fs::write(packs.join(".new-abc"), "x").expect("files can be made");
     fs::create_dir_all(packs.join(".new-dir/blobs")).expect("folders can be made");
     fs::write(packs.join(".new-dir/blobs/a"), bytes(7, 200_000)).expect("files can be made");
+    fs::File::open(packs.join(".new-dir/blobs/a")).and_then(|file| file.sync_all()).expect("it has its blocks");
     std::os::unix::fs::symlink("/proc", packs.join(".new-link")).expect("links can be made");
     fs::write(packs.join("0".repeat(64)), "x").expect("files can be made");
     fs::write(packs.join("README"), "x").expect("files can be made");
