@@ -34,7 +34,7 @@ static NOTIFICATIONS: Mutex<Option<UnixDatagram>> = Mutex::new(None);
 /// The socket of a disk: its path, or the number of its descriptor.
 pub type DiskSocket<'a> = (Option<&'a Path>, Option<u16>);
 
-/// The passed sockets that no share or disk has taken yet.
+/// The passed sockets: those of TCP that no share has taken yet, and all unix ones.
 static SOCKETS: Mutex<Vec<Passed>> = Mutex::new(Vec::new());
 
 /// A passed socket.

@@ -272,19 +272,26 @@ impl Target {
             return Ok(Self::found(own, found));
         }
         let shown = target.display();
-        let path = target.canonicalize().with_context(|| format!("cannot find {shown}"))?;
+        let hint = if others.is_empty() { "" } else { "; servers of other users can be named by their process ids" };
+        let path = target.canonicalize().with_context(|| format!("cannot find {shown}{hint}"))?;
+        let other = || Self::of_other(&path, &others);
+        // Another user's socket may be in a directory that this user shares.
+        let is_socket = path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket());
+        let found = other().filter(|_| is_socket && Self::of_socket(&path, &own).is_none());
+        if let Some(found) = found {
+            return Ok(Self::found(others, found));
+        }
         if let Some(found) = Self::of_path(&shown, &path, &own)? {
             return Ok(Self::found(own, found));
         }
-        if let Some(found) = Self::of_other(&path, &others) {
+        if let Some(found) = other() {
             return Ok(Self::found(others, found));
         }
         if is_in_mount(&path) {
             bail!("the ferry that serves {shown} does not answer; if it has died, unmount {shown}, or mount again");
         }
         bail!(
-            "{shown} is not in a mount or a shared directory of a running ferry of yours, and not the socket of one{}",
-            if others.is_empty() { "" } else { "; servers of other users can be named by their process ids" }
+            "{shown} is not in a mount or a shared directory of a running ferry of yours, and not the socket of one{hint}"
         )
     }
 
@@ -296,14 +303,17 @@ impl Target {
     /// Returns the share of another user's server. What servers say of themselves does not count, but that a socket or a mount is that
     /// user's.
     fn of_other(path: &Path, others: &[(Client, Status)]) -> Option<Found> {
-        let is_of = |(client, ..): &Found, owner: Option<u32>| owner == Some(others[*client].0.owner());
+        // One at a time: what a third user's server says does not hide it.
+        let of_owner = |owner: Option<u32>, find: &dyn Fn(&[Running]) -> Option<Found>| {
+            let own = (0..others.len()).filter(|at| owner == Some(others[*at].0.owner()));
+            { own }.find_map(|at| find(&others[at..=at]).map(|(_, share, file)| (at, share, file)))
+        };
         let owner = path.symlink_metadata().ok().filter(|found| found.file_type().is_socket()).map(|found| found.uid());
-        let by_socket = owner.and_then(|_| Self::of_socket(path, others)).filter(|found| is_of(found, owner));
-        by_socket.or_else(|| {
+        of_owner(owner, &|one| Self::of_socket(path, one)).or_else(|| {
             let mount = mount_of(path)?;
             let mount = Mounted::all().ok()?.into_iter().find(|mounted| mounted.id == mount)?;
             let owner = mount.option("user_id").and_then(|id| id.to_str()?.parse().ok());
-            Self::of_mount(path, others).into_iter().find(|found| is_of(found, owner))
+            of_owner(owner, &|one| Self::of_mount(path, one).pop())
         })
     }
 
@@ -393,6 +403,9 @@ impl Target {
         within.into_iter().filter(|(length, _)| Some(*length) == innermost).map(|(_, found)| found).collect()
     }
 }
+
+/// A server, and what it says of itself.
+type Running = (Client, Status);
 
 /// The index of a server, the index of its share, and the file in it.
 type Found = (usize, usize, Option<FileName>);

@@ -265,7 +265,7 @@ mod with {
         let jobs = args.remote.jobs.into();
         let outcome = ferry_registry::convert(&remote, output, folder, jobs, &progress(&bar))?;
         bar.finish_and_clear();
-        drop(store);
+        drop((new, store));
         let ConvertOutcome { digest, manifest, subject, sent_bytes } = outcome;
         let Counts { requests, .. } = remote.counts();
         if args.json {

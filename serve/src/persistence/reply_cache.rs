@@ -245,6 +245,9 @@ impl Server {
             }
             (Operation::Link { from, name }, Errno::EXIST) => {
                 let entry = there(cx.ino, name)?;
+                if entry.ino == from {
+                    cx.session.renamed(&cx.caller, &[(cx.ino, name)]);
+                }
                 self.if_unchanged(entry.ino == from, cx, (name, entry), carrier)
             }
             (Operation::Create { name, ref new, flags, .. }, Errno::EXIST | Errno::STALE) => {

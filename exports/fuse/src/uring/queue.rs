@@ -24,7 +24,7 @@ use crate::sched_idle::SchedIdle;
 /// A request that waits for a lock, or whose handler is blocked, keeps its entry, and without a free entry nothing of that
 /// CPU goes on: so more are registered when few are left, up to so many times the depth. Then they wait.
 const BLOCKS_MAX: usize = 256;
-/// The memory of entries that are added for requests that wait for a limit, in bytes.
+/// The memory of entries that are added for requests of one CPU that wait for a limit, in bytes.
 const DELAYED_BYTES_MAX: usize = 32 << 20;
 
 /// Threads of one queue: one that works, the others blocked in handlers or spare.

@@ -9,8 +9,8 @@ use std::thread::Thread;
 
 use ferry_engine::{Ownership, RateLimiter, Transfer};
 use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server, is_limited};
-use ferry_vfs::Errno;
 use ferry_vfs::sync::lock;
+use ferry_vfs::{Errno, Ino};
 use ferry_wire::fuse::{Opcode, encode_error};
 
 use super::carrier::RingCarrier;
@@ -237,7 +237,11 @@ impl<'a> Worker<'a> {
         let Some((block, slot)) = self.queue.entry(index) else { return false };
         // SAFETY: the kernel has just passed the entry to this thread.
         let (header, ring_entry) = unsafe { block.chunk.request(slot) };
-        if header.opcode == NOTIFY_REPLY || !is_limited(header.opcode) {
+        // Our own look at the root has the kernel fetch what waits.
+        let is_poke = self.queue.pokers.load(Ordering::Acquire) > 0
+            && header.nodeid == Ino::ROOT.0
+            && [Opcode::Getattr.as_raw(), Opcode::Statx.as_raw()].contains(&header.opcode);
+        if header.opcode == NOTIFY_REPLY || is_poke || !is_limited(header.opcode) {
             return false;
         }
         // For the reply, if it is interrupted.
