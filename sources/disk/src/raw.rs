@@ -111,7 +111,8 @@ impl RawDisk {
             slow: false,
         };
         let serial = options.serial_of(path);
-        let (is_buffered, syncs) = (AtomicBool::new(false), Syncs::default());
+        // Without O_DIRECT, the server before may have left something in the page cache.
+        let (is_buffered, syncs) = (AtomicBool::new(direct.is_none()), Syncs::default());
         let bytes = bytes.into();
         Ok(Self { cached, direct, is_buffered, syncs, file, is_device, bytes, blocks, features, serial })
     }
@@ -134,6 +135,10 @@ impl RawDisk {
     }
 
     fn fallocate(&self, flags: FallocateFlags, offset: u64, bytes: u64) -> Result<()> {
+        if !(offset | bytes).is_multiple_of(BLOCK_BYTES.into()) {
+            // Parts of blocks are zeroed in the page cache.
+            self.is_buffered.store(true, Ordering::Relaxed);
+        }
         rustix::io::retry_on_intr(|| {
             rustix::fs::fallocate(&self.file, flags | FallocateFlags::KEEP_SIZE, offset, bytes)
         })
@@ -181,7 +186,7 @@ impl Disk for RawDisk {
     }
 
     fn flush_waits(&self) -> bool {
-        self.is_buffered.load(Ordering::Relaxed)
+        !self.features.read_only && self.is_buffered.load(Ordering::Relaxed)
     }
 
     fn flush(&self) -> Result<Option<Arc<Backing>>> {
