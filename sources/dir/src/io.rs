@@ -17,6 +17,7 @@ use crate::creds::WithoutFsetid;
 use crate::readdir::Stream;
 use crate::sys;
 use crate::table::Inode;
+use crate::watch::Directories;
 
 /// The maximum size of one copy in bytes: it blocks a worker, and clients continue where it stopped.
 const COPY_BYTES_MAX: u64 = 64 << 20;
@@ -188,8 +189,17 @@ impl Dir {
     }
 
     pub(crate) fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+        let directories = self.table.directories();
+        let _operation = directories.and_then(Directories::begin_operation);
         match self.handles.remove(cx.session, ino, handle) {
-            Ok(open) => self.locks.table.drop_handle(ino, handle, &open),
+            Ok(open) => {
+                self.locks.table.drop_handle(ino, handle, &open);
+                let writes = open.flags().intersects(OFlags::WRONLY | OFlags::RDWR);
+                drop(open);
+                if let Some(directories) = directories.filter(|_| writes) {
+                    directories.closed(ino);
+                }
+            }
             Err(error) => tracing::debug!(?ino, ?handle, %error, "release"),
         }
     }

@@ -43,6 +43,11 @@ impl DirectoryHistory {
         Self { own, _subscription: subscription, moved: None }
     }
 
+    /// A client's file is closed now.
+    pub(super) fn closed(&self, ino: Ino) {
+        self.own.closed(ino);
+    }
+
     /// Whether half of a rename waits for the other.
     pub(super) fn is_waiting(&self) -> bool {
         self.moved.is_some()

@@ -194,6 +194,13 @@ impl Directories {
         self.history.get().map(|_| self.operations.begin())
     }
 
+    /// A client's file that was open for writing is closed, by an operation under way.
+    pub(crate) fn closed(&self, ino: Ino) {
+        if let Some(history) = self.history.get() {
+            lock(history).closed(ino);
+        }
+    }
+
     /// Waits until it is recorded what clients have done, if it is told what happens.
     pub(super) fn wait_for_records(&self) {
         if self.history.get().is_some() {

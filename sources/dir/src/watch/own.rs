@@ -127,6 +127,11 @@ impl OwnEvents {
         (own, subscription)
     }
 
+    /// A client's file is closed now. Until then there may have been no time to say so (`CLOSE_MAX`).
+    pub(super) fn closed(&self, ino: Ino) {
+        lock(&self.0).add_inode(ino, InodeKind::Closed);
+    }
+
     /// Whether an event of a name is a client's. Each of a client's operations has one.
     pub(super) fn take(&self, dir: Ino, name: &NameBuf, kind: NameKind) -> bool {
         let state = &mut *lock(&self.0);
