@@ -1,6 +1,7 @@
 //! Programs that people run in a guest while others edit on the host: they see it at once, also where caches never expire.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -53,11 +54,30 @@ pub(crate) fn while_running(watched: &Watched, script: &str, on_host: impl FnOnc
             assert!(!failed && start.elapsed() < TIMEOUT, "the guest is not ready");
             std::thread::sleep(Duration::from_millis(20));
         }
+        // The server is in this process. A child that is started meanwhile has its descriptors until it executes a program,
+        // and closes the file last: a change by another process.
+        while is_written(&watched.path("ready")) {
+            assert!(start.elapsed() < TIMEOUT, "`ready` stays open");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         on_host(&watched.path("d"), &guest);
     }));
     let GuestResult { status, out, err, .. } = collect(guest, TIMEOUT, start);
     assert!(status == 0 && waited.is_ok(), "{out}\n{err}");
     out
+}
+
+/// Whether this process has a file open for writing.
+fn is_written(path: &Path) -> bool {
+    let Ok(file) = fs::metadata(path) else { return false };
+    let is_file = |other: fs::Metadata| (other.dev(), other.ino()) == (file.dev(), file.ino());
+    let descriptors = fs::read_dir("/proc/self/fd").unwrap().flatten();
+    descriptors.filter(|entry| fs::metadata(entry.path()).is_ok_and(is_file)).any(|entry| {
+        let info = Path::new("/proc/self/fdinfo").join(entry.file_name());
+        let info = fs::read_to_string(info).unwrap_or_default();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+        flags.is_some_and(|flags| i32::from_str_radix(flags.trim(), 8).unwrap() & libc::O_ACCMODE != 0)
+    })
 }
 
 /// Runs a script of the host in another process: the server knows what it does itself.
