@@ -10,6 +10,8 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use http_auth::ParamValue;
+use http_auth::parser::ChallengeParser;
 use ureq::http::{HeaderName, HeaderValue, Method, header};
 use url::Url;
 
@@ -305,14 +307,16 @@ impl Challenge {
         Self::pick(response.headers(header::WWW_AUTHENTICATE))
     }
 
-    /// Picks one of several: a token rather than credentials.
+    /// Picks one of several: a token rather than credentials. What comes after a syntax error does not count.
     fn pick<'a>(values: impl Iterator<Item = &'a str>) -> Option<Self> {
         let mut basic = None;
-        for (scheme, fields) in values.flat_map(challenges) {
-            if scheme.eq_ignore_ascii_case("bearer") {
-                return Some(Self::Bearer(challenge_fields(&fields)));
+        for found in values.flat_map(ChallengeParser::new).flatten() {
+            if found.scheme.eq_ignore_ascii_case("bearer") {
+                let field =
+                    |(key, value): &(&str, ParamValue<'_>)| (key.to_ascii_lowercase(), excerpt(&value.to_unescaped()));
+                return Some(Self::Bearer(found.params.iter().map(field).collect()));
             }
-            if scheme.eq_ignore_ascii_case("basic") {
+            if found.scheme.eq_ignore_ascii_case("basic") {
                 basic = Some(Self::Basic);
             }
         }
@@ -320,64 +324,13 @@ impl Challenge {
     }
 }
 
-/// Returns the challenges of a header and their fields, both separated by commas (RFC 9110, section 11.6.1).
-fn challenges(text: &str) -> Vec<(&str, String)> {
-    let mut found: Vec<(&str, String)> = Vec::new();
-    let mut is_quoted = false;
-    let parts = text.split(|c| {
-        is_quoted ^= c == '"';
-        c == ',' && !is_quoted
-    });
-    for part in parts.map(str::trim) {
-        let (word, rest) = part.split_once(' ').unwrap_or((part, ""));
-        let is_field = word.is_empty() || word.contains('=') || rest.trim_start().starts_with('=');
-        match found.last_mut() {
-            Some((_, fields)) if is_field => {
-                fields.push_str(part);
-                fields.push(',');
-            }
-            _ => found.push((word, format!("{rest},"))),
-        }
-    }
-    found
-}
-
-/// Returns the fields of a challenge: `key="value"` or `key=value`, separated by commas.
-fn challenge_fields(mut text: &str) -> HashMap<String, String> {
-    let mut found = HashMap::new();
-    while let Some((key, rest)) = text.split_once('=') {
-        let key = key.trim_matches([',', ' ']).to_ascii_lowercase();
-        let (value, rest) = match rest.strip_prefix('"') {
-            Some(quoted) => quoted.split_once('"').unwrap_or((quoted, "")),
-            None => rest.split_once(',').unwrap_or((rest, "")),
-        };
-        found.insert(key, excerpt(value));
-        text = rest;
-    }
-    found
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn challenges_are_parsed() {
-        let found =
-            challenge_fields(r#"realm="https://a.example/token",service="r, s",scope="repository:a/b:pull", x=1"#);
-        let get = |key: &str| found.get(key).map(String::as_str);
-        assert_eq!(get("realm"), Some("https://a.example/token"));
-        assert_eq!(get("service"), Some("r, s"));
-        assert_eq!(get("scope"), Some("repository:a/b:pull"));
-        assert_eq!(get("x"), Some("1"));
-        for odd in ["", "=", "\"", "a=\"", "a", ",,,=,", "a=b=c"] {
-            challenge_fields(odd);
-        }
-    }
-
-    #[test]
     fn of_several_challenges_one_is_answered() {
-        let token = r#"Bearer realm="https://a.example/t?x=1,Basic y",service="r, s""#;
+        let token = r#"Bearer realm="https://a.example/t?x=1,Basic y",service="r, s",Scope="repository:a/b:pull""#;
         let pick = |values: &[&str]| Challenge::pick(values.iter().copied());
         for values in [
             &[token][..],
@@ -389,11 +342,17 @@ mod tests {
             let Some(Challenge::Bearer(fields)) = pick(values) else { panic!("{values:?}") };
             assert_eq!(fields["realm"], "https://a.example/t?x=1,Basic y", "{values:?}");
             assert_eq!(fields["service"], "r, s", "{values:?}");
+            assert_eq!(fields["scope"], "repository:a/b:pull", "{values:?}");
         }
         for values in [&[r#"Basic realm="a""#][..], &["Negotiate, basic"], &["Negotiate", "Basic realm = x"]] {
             assert_eq!(pick(values), Some(Challenge::Basic), "{values:?}");
         }
-        for values in [&[][..], &[""], &["Negotiate"], &["realm=\"Basic x\""], &[",,\","]] {
+        let odd = ["", "=", "\"", "a=\"", "Bearer realm=\"", ",,,=,", ",,\",", "Bearer a=b=c", "Bearer \u{e9}=1"];
+        for values in odd.each_ref().map(std::slice::from_ref).into_iter().chain([
+            &[][..],
+            &["Negotiate"],
+            &["realm=\"Basic x\""],
+        ]) {
             assert_eq!(pick(values), None, "{values:?}");
         }
     }
