@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! ROOT/store/          the bytes of files that were read
-//! ROOT/layers/NAME.img the image of a layer, by the digests of its blob and of its table of contents, and by the reference: only its registry
-//!                      says where in the blob the table is
+//! ROOT/layers/NAME.img the image of a layer, by the digests of its blob and of its table of contents, and by the reference:
+//!                      only its registry says where in the blob the table is
 //! ROOT/entries/HASH    what was found under a reference and a digest, in JSON
 //! ROOT/lock            locked by the process that uses the folder
 //! ```

@@ -356,7 +356,7 @@ impl Shared {
                 connection.take(&message, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })
             }
         };
-        let (shared, wait, other) = (Arc::clone(self), Arc::clone(wait), Arc::clone(wait));
+        let (shared, wait, refused) = (Arc::clone(self), Arc::clone(wait), Arc::clone(wait));
         // A woken caller may unlock, which sends a request.
         let told = std::thread::Builder::new().name("9p-lock".into()).spawn(move || match outcome {
             Ok(LockStatus::Success) => shared.end_wait(&wait, Ok(())),
@@ -373,7 +373,7 @@ impl Shared {
         if let Err(error) = told {
             tracing::error!("cannot complete a lock request, because no thread can be started: {error}");
             // The same owner is granted it once more.
-            lock(&other.state).stage = Stage::Again(Instant::now() + ASK_AGAIN);
+            lock(&refused.state).stage = Stage::Again(Instant::now() + ASK_AGAIN);
         }
     }
 

@@ -363,6 +363,17 @@ mod tests {
     }
 
     #[test]
+    fn attributes_that_erofs_cannot_hold_are_refused() {
+        let attribute = |name: usize, bytes: usize| (format!("user.{name}").into_bytes(), vec![1; bytes]);
+        let refused = |all: &[(Vec<u8>, Vec<u8>)]| check_room(all).err().unwrap_or_default();
+        assert_eq!(refused(&[attribute(0, 65_535)]), "");
+        assert!(refused(&[attribute(0, 65_536)]).contains("user.0 has 65536 bytes"));
+        let many: Vec<_> = (0..9).map(|name| attribute(name, 32_000)).collect();
+        assert_eq!(refused(&many[..8]), "");
+        assert!(refused(&many).contains("262136 are the most"), "{}", refused(&many));
+    }
+
+    #[test]
     fn what_replaces_a_file_or_a_directory_is_noticed() {
         let folder = tempfile::tempdir().expect("folders can be made");
         let at = |name: &str| folder.path().join(name);

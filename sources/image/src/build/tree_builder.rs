@@ -474,19 +474,44 @@ mod tests {
 
     use super::*;
 
+    fn node(mode: u16, content: Content) -> Node {
+        let mtime = Timespec { sec: 0, nsec: 0 };
+        Node { mode, uid: 0, gid: 0, rdev: 0, mtime, nlink: 1, xattrs: Vec::new(), content }
+    }
+
+    fn directory() -> Node {
+        node(0o040_755, Content::Directory(Vec::new()))
+    }
+
+    fn path(text: &'static [u8]) -> Vec<Name<'static>> {
+        names_of(text).expect("names")
+    }
+
+    #[test]
+    fn what_an_input_may_take_ends() {
+        let mut builder = TreeBuilder::default();
+        builder.root(directory()).expect("the first");
+        builder.add(&path(b"d"), directory()).expect("new");
+        builder.add(&path(b"link"), node(0o120_777, Content::Inline(b"d".to_vec()))).expect("new");
+        builder.followed_bytes_left = Cell::new(5);
+        // Two bytes each: the target, and one for the link.
+        assert!(builder.enter(&path(b"link"), directory).is_ok() && builder.enter(&path(b"link"), directory).is_ok());
+        let refused = builder.enter(&path(b"link"), directory).expect_err("the end");
+        assert!(refused.contains("more than 4 GiB of symbolic links"), "{refused}");
+        // Also of what is described again.
+        let described = || Node { xattrs: vec![(b"user.a".to_vec(), vec![1; 94])], ..directory() };
+        builder.bytes_left = 250;
+        let again: Vec<_> = (0..3).map(|_| builder.describe(0, described())).collect();
+        assert!(matches!(&again[..], [Ok(()), Ok(()), Err(why)] if why.contains("more than 4 GiB")), "{again:?}");
+    }
+
     /// A small archive may have as many links to a directory as the directory has files.
     #[test]
     fn many_marks_in_one_directory_are_quick() {
         const COUNT: usize = 30_000;
-        let node = |mode, content| {
-            let mtime = Timespec { sec: 0, nsec: 0 };
-            Node { mode, uid: 0, gid: 0, rdev: 0, mtime, nlink: 1, xattrs: Vec::new(), content }
-        };
-        let directory = || node(0o040_755, Content::Directory(Vec::new()));
         let file = || node(0o100_644, Content::None);
         let mut builder = TreeBuilder::default();
         builder.root(directory()).expect("the first");
-        let path = |text: &'static [u8]| names_of(text).expect("names");
         builder.add(&path(b"d"), directory()).expect("new");
         builder.add(&path(b"d/lower"), file()).expect("new");
         builder.next_layer();

@@ -1,7 +1,7 @@
 //! Garbage collection of a store.
 
 use std::collections::{BTreeSet, HashSet};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, Metadata};
 use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::FlockOperation;
+use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags, ResolveFlags, openat, openat2, statat};
 use rustix::io::Errno;
 
 use crate::format::digest::Digest;
@@ -205,20 +205,17 @@ impl ExclusiveStore {
         // Indexes come first in this order.
         old.sort_unstable_by_key(|(kind, ..)| *kind);
         for (kind, path, metadata) in old {
-            let removed = (|| {
-                let below = if metadata.is_dir() { tree_bytes(&path)? } else { 0 };
-                Ok((below, dry || remove(&path)?))
-            })();
-            let below = match removed {
-                Ok((below, true)) => below,
-                Ok((_, false)) => continue,
+            let below = if metadata.is_dir() { tree_bytes(&path) } else { 0 };
+            match if dry { Ok(true) } else { remove(&path) } {
+                Ok(true) => {}
+                Ok(false) => continue,
                 Err(error) if metadata.is_dir() && is_refused(&error) => {
                     // Of another user's download: that user or root removes it.
                     tracing::warn!("{}: it is left", told(&error));
                     continue;
                 }
                 Err(error) => return Err(error),
-            };
+            }
             collected.bytes += disk_bytes(&metadata) + below;
             match kind {
                 Kind::Index(pack) => collected.removed.push(pack),
@@ -253,28 +250,26 @@ fn disk_bytes(metadata: &Metadata) -> u64 {
     metadata.blocks() * 512
 }
 
-/// Returns the disk space of what is in a folder, in bytes.
-fn tree_bytes(folder: &Path) -> Result<u64> {
-    let (mut bytes, mut folders) = (0, vec![folder.to_owned()]);
+/// Returns the disk space of what is in a folder, in bytes, as far as it can be looked at. Other users may change it meanwhile.
+fn tree_bytes(folder: &Path) -> u64 {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let Ok(top) = openat(CWD, folder, flags, Mode::empty()) else { return 0 };
+    let (mut bytes, mut folders) = (0, vec![PathBuf::from(".")]);
     while let Some(folder) = folders.pop() {
-        let entries = match fs::read_dir(&folder) {
-            // Its process removes it.
-            Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            entries => entries.doing("list", &folder)?,
-        };
-        for entry in entries {
-            let entry = entry.doing("list", &folder)?;
-            let metadata = match entry.metadata() {
-                Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                metadata => metadata.doing("look at", entry.path())?,
-            };
-            bytes += disk_bytes(&metadata);
-            if metadata.is_dir() {
-                folders.push(entry.path());
+        // No link is followed.
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let entries = openat2(&top, &folder, flags, Mode::empty(), resolve).and_then(Dir::new);
+        let entries = entries.into_iter().flatten().flatten();
+        for name in entries.map(|entry| entry.file_name().to_owned()).filter(|name| ![c".", c".."].contains(&&**name)) {
+            let path = folder.join(OsStr::from_bytes(name.to_bytes()));
+            let Ok(found) = statat(&top, &path, AtFlags::SYMLINK_NOFOLLOW) else { continue };
+            bytes += found.st_blocks.cast_unsigned() * 512;
+            if FileType::from_raw_mode(found.st_mode) == FileType::Directory {
+                folders.push(path);
             }
         }
     }
-    Ok(bytes)
+    bytes
 }
 
 /// The type of a file in the folder of packs; in the order of removal.

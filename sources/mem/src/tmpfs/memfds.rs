@@ -134,13 +134,19 @@ impl Memfds {
         let mut buffer = [0; BUFFER_BYTES];
         let mut left = usize::try_from(at.len).map_err(|_| Errno::INVAL)?;
         let mut done = 0;
+        // All at once; if there is too little room for that, as much as there is.
+        let begin = if at.append { file.usage()?.size } else { at.offset };
+        let is_reserved = self.reserve_locked(file, &mut dense_to, begin, at.len.into()).is_ok();
         while left > 0 {
             let count = input.take(&mut buffer[..left.min(BUFFER_BYTES)]);
             if count == 0 {
                 break;
             }
-            let offset = if at.append { file.usage()?.size } else { at.offset + done as u64 };
-            let reserved = self.reserve_locked(file, &mut dense_to, offset, count as u64);
+            let offset = begin + done as u64;
+            let reserved = match is_reserved {
+                true => Ok(()),
+                false => self.reserve_locked(file, &mut dense_to, offset, count as u64),
+            };
             match reserved.and_then(|()| rustix::io::pwrite(file.as_fd(), &buffer[..count], offset)) {
                 Ok(written) => {
                     done += written;

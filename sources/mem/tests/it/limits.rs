@@ -62,6 +62,24 @@ fn a_full_file_system_is_an_error_and_recovers() {
     }
 }
 
+/// What is written later than its request would be beside the limit, if the file is made shorter meanwhile.
+#[test]
+fn a_memfd_is_written_before_its_request_ends() {
+    const SIZE: u64 = 1 << 20;
+    let share = Share::new(Options { memfds: true, size_bytes: Some(SIZE), ..Options::default() });
+    let (fs, cx, bytes) = (&share.fs, &share.cx, vec![7; SIZE as usize / 2]);
+    let open = share.create(Ino::ROOT, "f", 0o644);
+    let request = common::range(open.0, open.1, 0, bytes.len(), OFlags::RDWR);
+    let written = fs.write(cx, &request, &mut &*bytes).unwrap();
+    assert!(matches!(written, Data::Bytes(count) if count == bytes.len()));
+    assert_eq!(fs.statfs(cx, Ino::ROOT).unwrap().bfree, SIZE / 2 / 4096);
+    // There is room for a part of it.
+    assert_eq!(share.write(open, SIZE / 4 * 3, &bytes), Ok(bytes.len()), "a hole takes nothing");
+    assert_eq!(fs.statfs(cx, Ino::ROOT).unwrap().bfree, 0);
+    assert_eq!(share.write(open, SIZE / 4, &bytes), Ok(bytes.len() / 2), "up to the hole");
+    assert_eq!(share.read(open, SIZE / 4, 1).unwrap(), [7]);
+}
+
 #[test]
 fn inodes_are_limited_and_can_be_freed() {
     let share = Share::new(Options { inodes_max: Some(10), ..Options::default() });

@@ -28,8 +28,10 @@ fn no_more_inodes_than_allowed_are_created() {
     assert_eq!(full, [Err(Errno::NOSPC); 5]);
     let whiteout = |from, to| quota.rename(cx, (Ino::ROOT, name(from)), (Ino::ROOT, name(to)), RenameFlags::WHITEOUT);
     assert_eq!(whiteout("fifo", "moved"), Err(Errno::NOSPC), "it leaves an inode");
-    // A further name is no inode.
+    // A further name is no inode, and between two names of one nothing is renamed.
     quota.link(cx, file.0, Ino::ROOT, name("again")).unwrap();
+    whiteout("file", "again").unwrap();
+    assert_eq!(quota.usage().files, 6);
     quota.forget(file.0, 1);
     tree.unlink("file").unwrap();
     tree.close((unnamed.0.ino, unnamed.1));
