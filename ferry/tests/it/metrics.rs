@@ -170,6 +170,24 @@ fn shares_and_disks_are_in_the_metrics_of_all_servers() {
 }
 
 #[test]
+fn each_series_of_a_process_with_several_servers_comes_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let mut disks = ferry();
+    disks.arg("disk");
+    for name in ["a", "b"] {
+        fs::write(at(name), [0; 8192]).unwrap();
+        disks.arg(at(name)).arg("--vhost-user").arg(at(&format!("{name}.sock")));
+    }
+    let disks = Server::start(&mut disks);
+    let text = printed(&["metrics", &disks.pid().as_raw_nonzero().to_string()]);
+    families(&text);
+    for socket in ["a.sock", "b.sock"] {
+        assert!(value(&text, &["ferry_clients", "pid=\"", socket]) < 0.5, "{text}");
+    }
+}
+
+#[test]
 fn metrics_are_served_on_loopback_and_unix_sockets() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);

@@ -71,6 +71,7 @@ mod qemu;
 mod recipes;
 mod restrictions;
 mod semantics;
+mod share_keeper;
 mod share_migrates;
 mod share_survives;
 mod share_survives_guest;

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -14,10 +14,9 @@ use ferry_tests::survivor::Survivor;
 use ferry_wire::fuse::abi::{CreateIn, FileLock, LK_FLOCK, LinkIn, MkdirIn, Opcode, Rename2In, WriteIn};
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
-use rustix::process::{Signal, kill_process};
 use zerocopy::IntoBytes;
 
-const O_RDWR: u32 = 2;
+pub(crate) const O_RDWR: u32 = 2;
 const O_CREAT_EXCL: u32 = 0o300;
 const O_APPEND: u32 = 0o2000;
 
@@ -29,11 +28,11 @@ fn lock(kind: i32, start: u64, end: u64) -> FileLock {
     FileLock { start, end, kind: kind.cast_unsigned(), pid: 77 }
 }
 
-fn wrlck(start: u64, end: u64) -> FileLock {
+pub(crate) fn wrlck(start: u64, end: u64) -> FileLock {
     lock(libc::F_WRLCK, start, end)
 }
 
-fn is_flocked(path: &Path) -> bool {
+pub(crate) fn is_flocked(path: &Path) -> bool {
     let file = File::open(path).unwrap();
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::AGAIN)
 }
@@ -432,34 +431,28 @@ fn the_state_of_a_guest_ends_with_it_after_a_kill() {
     server.wait_for_the_keeper();
 }
 
+/// The first name goes with its directory: the server that comes next finds the file by the other one.
 #[test]
-fn a_keeper_holds_nothing_that_its_server_inherited() {
-    let folder = ferry_tests::folder(Place::Memory);
-    let path = folder.path().join("inherited");
-    fs::write(&path, "").unwrap();
-    // Not close-on-exec.
-    let _inherited = rustix::fs::open(&path, rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()).unwrap();
-    let survivor = Survivor::new(Place::Memory, &[]);
-    let _driver = survivor.connect();
-    let keeper = survivor.keeper().unwrap().as_raw_nonzero();
-    let held: Vec<_> = fs::read_dir(format!("/proc/{keeper}/fd")).unwrap().flatten().map(|fd| fd.path()).collect();
-    assert!(held.len() > 4, "{held:?}");
-    assert!(held.iter().all(|fd| fs::read_link(fd).is_ok_and(|file| file != path)));
-}
-
-#[test]
-fn a_share_continues_without_its_keeper() {
-    let server = Survivor::new(Place::Memory, &["--tag", "t"]);
-    let mut guest = server.connect();
-    rustix::process::kill_process(server.keeper().unwrap(), rustix::process::Signal::KILL).unwrap();
-    // A message that the keeper cannot answer, and the ones after it.
-    for _ in 0..3 {
-        assert_eq!(guest.config_space().unwrap().0, "t");
-        assert!(guest.getattr(ROOT).is_ok());
-        guest.reboot().unwrap();
-        guest.init().unwrap();
+fn a_file_with_two_names_outlives_the_directory_of_the_first() {
+    for (place, flags) in WAYS {
+        for is_open in [false, true] {
+            let mut server = Survivor::new(place, flags);
+            let mut guest = server.connect();
+            let [one, other] = ["one", "other"].map(|name| guest.mkdir(ROOT, name, 0o755).unwrap().nodeid);
+            let (file, open) = guest.create(one, "f", O_RDWR, 0o644).unwrap();
+            guest.write(file.nodeid, open.fh, 0, b"kept").unwrap();
+            guest.link(file.nodeid, other, "g").unwrap();
+            guest.unlink(one, "f").unwrap();
+            guest.rmdir(ROOT, "one").unwrap();
+            if !is_open {
+                guest.release(file.nodeid, open.fh).unwrap();
+            }
+            server.replace(&mut guest);
+            assert_eq!(guest.getattr(file.nodeid).unwrap().attr.nlink, 1, "{place:?} {flags:?} {is_open}");
+            let open = if is_open { open.fh } else { guest.open(file.nodeid, O_RDWR).unwrap().fh };
+            assert_eq!(guest.read(file.nodeid, open, 0, 9).unwrap(), b"kept");
+        }
     }
-    assert!(server.said().contains("should this server end, its guest is lost"), "{}", server.said());
 }
 
 /// A server elsewhere: another process with another socket, and the same tree.
@@ -789,98 +782,4 @@ fn unsupported_state_is_refused_with_a_reason() {
     server.start();
     let mut guest = guest;
     assert!(guest.getattr(ROOT).is_ok());
-}
-
-/// A share that is served to a guest with an open file that has a `flock`.
-fn with_flock(log: &'static str) -> (Survivor, Driver, PathBuf) {
-    let mut server = Survivor::new(Place::Memory, &[]);
-    server.end();
-    server.log = log;
-    server.start();
-    let mut guest = server.connect();
-    let (file, open) = guest.create(ROOT, "file", O_RDWR, 0o644).unwrap();
-    guest.setlk(file.nodeid, open.fh, 5, wrlck(0, 9), LK_FLOCK).unwrap();
-    let path = server.path.join("file");
-    assert!(is_flocked(&path));
-    (server, guest, path)
-}
-
-#[test]
-fn a_server_reports_what_stays_at_its_end() {
-    let (mut server, guest, path) = with_flock("info");
-    let said = server.end_by(Signal::TERM);
-    let last = said.lines().last().unwrap();
-    let keeper = server.keeper().unwrap();
-    assert!(
-        last.contains("ferry-keeper holds") && last.contains(&format!("kill {}", keeper.as_raw_nonzero())),
-        "{said}"
-    );
-    assert!(is_flocked(&path));
-    // Where nobody is left, there is nothing to be said.
-    drop(guest);
-    server.start();
-    server.connect();
-    while server.keeper().is_some() && is_flocked(&path) {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let said = server.end_by(Signal::TERM);
-    assert!(!said.contains("ferry-keeper"), "{said}");
-    server.wait_for_the_keeper();
-}
-
-#[test]
-fn signals_end_a_keeper_and_close_its_descriptors() {
-    for signal in [Signal::TERM, Signal::INT] {
-        let (mut server, guest, path) = with_flock("warn");
-        server.end();
-        assert!(is_flocked(&path));
-        kill_process(server.keeper().unwrap(), signal).unwrap();
-        server.wait_for_the_keeper();
-        assert!(!is_flocked(&path));
-        assert_eq!(fs::read_dir(server.state()).unwrap().count(), 0, "its socket is gone, too");
-        // The next server begins afresh.
-        drop(guest);
-        server.start();
-        assert!(server.connect().getattr(ROOT).is_ok());
-    }
-}
-
-#[test]
-fn one_signal_ends_a_server_with_its_keeper() {
-    let (mut server, guest, path) = with_flock("info");
-    let said = server.end_by(Signal::QUIT);
-    assert!(!said.contains("ferry-keeper"), "{said}");
-    server.wait_for_the_keeper();
-    assert!(!is_flocked(&path));
-    drop(guest);
-}
-
-/// What a guest holds that ends while there is no server; the next one `comes` soon, or does not.
-fn ends_alone(comes: bool) {
-    let (mut server, guest, path) = with_flock("info");
-    server.kill();
-    drop(guest);
-    if comes {
-        server.start();
-    }
-    let begun = Instant::now();
-    while is_flocked(&path) {
-        assert!(begun.elapsed() < Duration::from_secs(30));
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    if comes {
-        assert!(server.said().contains("the guest that was here before is gone"), "{}", server.said());
-        server.end();
-    }
-    server.wait_for_the_keeper();
-}
-
-#[test]
-fn a_guest_that_ends_without_a_server_is_released_soon() {
-    ends_alone(false);
-}
-
-#[test]
-fn the_next_server_does_not_continue_an_ended_guest() {
-    ends_alone(true);
 }

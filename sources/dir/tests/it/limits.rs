@@ -120,6 +120,20 @@ fn inodes_that_moved_are_found_or_stale_but_never_another() {
     assert_eq!(dir.getattr(cx, f, None).unwrap().size, 1);
 }
 
+/// A guest that stays may know numbers of files that the next server has not found.
+#[test]
+fn the_next_server_counts_elsewhere() {
+    let options = || Options { file_handles: false, ..Options::default() };
+    let share = Share::new(options());
+    for file in ["a", "b"] {
+        fs::write(share.path(file), "").unwrap();
+    }
+    let next = Dir::open(share.tmp.path(), options()).unwrap();
+    let known = [share.ino("a"), share.ino("b")];
+    let found = next.lookup(&share.cx, Ino::ROOT, name("b")).unwrap().ino;
+    assert!(!known.contains(&found), "{found:?} {known:?}");
+}
+
 #[test]
 fn names_do_not_vanish_when_the_process_has_no_descriptors_left() {
     let output = Command::new(std::env::current_exe().unwrap())

@@ -107,6 +107,22 @@ fn new_files_belong_to_their_creator() {
 }
 
 #[test]
+fn many_users_take_a_bounded_number_of_fids() {
+    let served = Served::new();
+    let client = served.connect(Options { uid: 0, ..plain() });
+    let open = SetAttr { mode: Some(0o777), ..SetAttr::default() };
+    client.setattr(&CX, Ino::ROOT, None, &open).unwrap();
+    // Each makes something of its own; the first comes again, and its root is not there any more.
+    for (number, uid) in (1..300).chain([1]).enumerate() {
+        let user = Caller { uid, gid: 100, ..*CX };
+        let made = client.mkdir(&user, Ino::ROOT, name(&number.to_string()), &common::dir(0o755)).unwrap();
+        assert_eq!(made.attr.uid, uid);
+        client.forget(made.ino, 1);
+    }
+    served.settles(|usage| usage.fids <= 100);
+}
+
+#[test]
 fn listings_bring_every_name_once_with_its_inode() {
     let served = Served::new();
     let client = served.connect(plain());
