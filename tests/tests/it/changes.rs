@@ -288,6 +288,23 @@ fn a_reload_makes_the_difference() {
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 }
 
+/// The process that starts them has logged at another one from its start.
+#[test]
+fn servers_that_come_have_the_level_of_the_file() {
+    if !is_root() {
+        return;
+    }
+    let mut served = serve(home_of(0), &("log = \"warn\"\n".to_owned() + &share("one", "a", "")));
+    write_config(&served, &share("one", "a", ""));
+    assert!(done(&served, "reload a").contains("log info"));
+    done(&served, "add a share two --virtiofs b");
+    write_config(&served, &(share("one", "a", "") + &share("two", "b", "") + &share("three", "c", "")));
+    done(&served, "reload a");
+    let level = done(&served, &format!("log {} --json", pid_of(&served)));
+    assert_eq!((level.matches("\"log\":\"info\"").count(), level.matches("\"log\"").count()), (3, 3), "{level}");
+    assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
+}
+
 /// Each file has a mistake, or asks for what cannot be: it is named, and nothing changes.
 #[test]
 fn a_reload_with_a_mistake_changes_nothing() {
@@ -432,9 +449,11 @@ fn other_flags_replace_a_server_that_nobody_uses() {
     // The only one, and back.
     write_config(&served, &share("one", "a", "read-only = true"));
     done_soon(&served, "reload a");
+    write_config(&served, &share("one", "a", "read-only = true\nlimit = \"iops=70000\""));
+    done(&served, "reload a");
     write_config(&served, &share("missing", "a", ""));
     assert!(refused(&served, "reload a").contains("nothing has changed"));
-    assert_eq!(names(&served), ["one"]);
+    assert_eq!(sources(&served), [("one".to_owned(), Some("iops=70000".to_owned()))], "as it was last");
     served.guest_at("a").lookup(ROOT, "all the time").unwrap();
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 }
