@@ -67,10 +67,10 @@ fn a_full_file_system_is_an_error_and_recovers() {
 fn a_memfd_is_written_before_its_request_ends() {
     const SIZE: u64 = 1 << 20;
     let share = Share::new(Options { memfds: true, size_bytes: Some(SIZE), ..Options::default() });
-    let (fs, cx, bytes) = (&share.fs, &share.cx, vec![7; SIZE as usize / 2]);
+    let (fs, cx, bytes) = (&share.fs, &share.cx, [7; 1 << 19]);
     let open = share.create(Ino::ROOT, "f", 0o644);
     let request = common::range(open.0, open.1, 0, bytes.len(), OFlags::RDWR);
-    let written = fs.write(cx, &request, &mut &*bytes).unwrap();
+    let written = fs.write(cx, &request, &mut &bytes[..]).unwrap();
     assert!(matches!(written, Data::Bytes(count) if count == bytes.len()));
     assert_eq!(fs.statfs(cx, Ino::ROOT).unwrap().bfree, SIZE / 2 / 4096);
     // There is room for a part of it.
