@@ -240,7 +240,6 @@ fn unread_replies_are_bounded() {
         .collect();
     let mut other = share.attached(0);
     other.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
-    let mut most = 0;
     for round in 0..200_u16 {
         for client in &mut deaf {
             let mut message = Vec::new();
@@ -250,12 +249,9 @@ fn unread_replies_are_bounded() {
         }
         let usage = share.usage();
         assert!(usage.buffered_bytes <= BOUND, "{usage:?}");
-        most = most.max(usage.buffered_bytes);
     }
     assert_eq!(other.read(Fid(1), 0, 100).unwrap(), [7; 100]);
-    // On a busy machine those who do not listen have been ended by now.
-    assert!(most > 0);
-    // One that listens in the end has lost nothing, unless it was among those that had to go.
+    // Those who do not listen have to go; the one that does has lost nothing.
     share.settles(|usage| usage.connections == 1 && usage.buffered_bytes == 0);
     assert_eq!(other.read(Fid(1), 0, MSIZE).unwrap().len(), MSIZE as usize - READ_HEAD_BYTES);
 }

@@ -64,7 +64,7 @@ fn a_lock_is_waited_for_and_other_requests_go_on() {
     wait_for(&mut other, 2000, 1);
     assert!(other.is_silent(MOMENT));
     assert_eq!(other.read(FILE, 0, 4).unwrap(), b"text");
-    assert_eq!(share.usage().requests, 1);
+    share.settles(|usage| usage.requests == 1);
     one.lock(FILE, LockKind::Unlock, 1, false).unwrap();
     let (tag, message) = other.receive();
     assert_eq!((tag, reply(&message)), (Tag(2000), Reply::Lock(LockStatus::Success)));
