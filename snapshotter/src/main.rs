@@ -12,6 +12,8 @@ use clap_complete::Shell;
 use ferry_control::{Control, Logging, Owner, printable};
 use ferry_snapshotter::{Config, Snapshotter, Socket, serve, served};
 
+mod install;
+
 /// The exit status for a wrong command line or configuration file, as in `ferry`.
 const MISUSED: u8 = 2;
 
@@ -36,6 +38,10 @@ struct Args {
     /// What to log on standard error: error, warn, info, debug, trace [default: the environment's FERRY_LOG, or info].
     #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
+    /// Copy this program, the ferry beside it and the systemd unit to the system whose root is DIR, start the unit there, and end:
+    /// for the DaemonSet of Kubernetes, whose container has the node's root as a volume.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["config", "root", "address"])]
+    install_to: Option<PathBuf>,
     /// Print a document for packages: man (the manual page), or completions for bash, zsh or fish.
     #[arg(long, value_name = "DOCUMENT", hide = true, value_parser = ["man", "bash", "zsh", "fish"])]
     print: Option<String>,
@@ -67,6 +73,9 @@ fn main() -> ExitCode {
     let args = Args::parse();
     if let Some(document) = &args.print {
         return print(document).map_or_else(|error| report(&error, 1), |()| ExitCode::SUCCESS);
+    }
+    if let Some(node) = &args.install_to {
+        return install::install(node).map_or_else(|error| report(&error, 1), |()| ExitCode::SUCCESS);
     }
     let mut level = args.log.clone().or_else(|| std::env::var("FERRY_LOG").ok()).unwrap_or_else(|| "info".into());
     if level == "debug" {

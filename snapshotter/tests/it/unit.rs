@@ -1,6 +1,7 @@
 //! The unit of systemd.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -55,4 +56,81 @@ fn the_service_manager_is_told_when_calls_are_answered() {
     child.wait().unwrap();
     assert_eq!(&said[..bytes.unwrap()], b"READY=1");
     connected.unwrap();
+}
+
+/// The node's root with a shell from this host, and a systemctl that writes down how it was called. `$1`: the program, `$2`: the root.
+const INSTALL: &str = r#"
+mount --make-rprivate /
+for folder in bin lib lib64; do
+    [ ! -d "/$folder" ] || mount --bind "/$folder" "$2/$folder"
+done
+exec "$1" --install-to "$2"
+"#;
+
+const SYSTEMCTL: &str = r#"#!/bin/sh
+echo "$SYSTEMD_IGNORE_CHROOT$SYSTEMD_OFFLINE$SYSTEMD_IN_CHROOT $*" >>/called
+[ "$1" != "$(cat /fails)" ] || { echo "it cannot" >&2; exit 3; }
+"#;
+
+/// A node's links lead to places on the node.
+#[test]
+fn a_node_gets_the_programs_and_its_systemd_starts_the_unit() {
+    if !rustix::process::geteuid().is_root() {
+        return ferry_skip::skip!("only root can change the root directory");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    for name in ["image", "node/usr/bin", "node/bin", "node/lib", "node/lib64", "node/units", "node/etc"] {
+        fs::create_dir_all(path(name)).unwrap();
+    }
+    let program = path("image/ferry-snapshotter");
+    fs::copy(PROGRAM, &program).unwrap();
+    fs::write(path("node/usr/bin/systemctl"), SYSTEMCTL).unwrap();
+    fs::set_permissions(path("node/usr/bin/systemctl"), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::write(path("node/fails"), "").unwrap();
+    let install = || {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-euc", INSTALL, "sh"]).arg(&program).arg(path("node"));
+        let output = command.output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let node = path("node").display().to_string();
+    assert_eq!(
+        install(),
+        (
+            Some(1),
+            format!(
+                "ferry-snapshotter: the node has no {node}/etc/systemd/system: it needs systemd: No such file or directory (os error 2)\n"
+            )
+        )
+    );
+    fs::create_dir(path("node/etc/systemd")).unwrap();
+    std::os::unix::fs::symlink("/units", path("node/etc/systemd/system")).unwrap();
+    let (status, said) = install();
+    assert!(status == Some(1) && said.contains("cannot read the program") && said.contains("image/ferry:"), "{said}");
+
+    fs::write(path("image/ferry"), "a program").unwrap();
+    // Left of a copy that did not end.
+    fs::write(path("node/usr/bin/.ferry.new"), "part").unwrap();
+    assert_eq!(install(), (Some(0), String::new()));
+    for (name, bytes, mode) in [
+        ("usr/bin/ferry", b"a program".to_vec(), 0o755),
+        ("usr/bin/ferry-snapshotter", fs::read(PROGRAM).unwrap(), 0o755),
+        ("units/ferry-snapshotter.service", UNIT.into(), 0o644),
+    ] {
+        let path = path("node").join(name);
+        assert!(fs::read(&path).unwrap() == bytes, "{name}");
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, mode, "{name}");
+    }
+    let called = "100 daemon-reload\n100 enable ferry-snapshotter.service\n100 restart ferry-snapshotter.service\n";
+    assert_eq!(fs::read_to_string(path("node/called")).unwrap(), called);
+    assert_eq!(fs::read_dir(path("node/usr/bin")).unwrap().count(), 3);
+
+    // A program that runs is replaced.
+    fs::write(path("image/ferry"), "a newer program").unwrap();
+    fs::write(path("node/fails"), "restart").unwrap();
+    let expected =
+        "ferry-snapshotter: systemctl restart ferry-snapshotter.service on the node: exit status: 3: it cannot\n";
+    assert_eq!(install(), (Some(1), expected.into()));
+    assert_eq!(fs::read_to_string(path("node/usr/bin/ferry")).unwrap(), "a newer program");
 }

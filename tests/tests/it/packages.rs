@@ -271,7 +271,15 @@ fn the_container_image_is_reproducible_and_shares_its_volume() {
     assert!(files(&image) == first, "two runs differ");
 
     let config = unpack(&image, &path("root"));
-    assert_eq!(fs::metadata(path("root/usr/bin/ferry")).unwrap().permissions().mode() & 0o7777, 0o755);
+    for program in ["ferry", "ferry-snapshotter"] {
+        let mode = fs::metadata(path("root/usr/bin").join(program)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o755, "{program}");
+    }
+    // What a node of Kubernetes runs, in a container without a shell.
+    let installs = "command: [/usr/bin/ferry-snapshotter, --install-to, /node]";
+    assert!(include_str!("../../../dist/kubernetes/ferry-snapshotter.yaml").contains(installs));
+    let told = checked(Command::new("chroot").arg(path("root")).args(["/usr/bin/ferry-snapshotter", "--help"]));
+    assert!(told.contains("--install-to"), "{told}");
     // Other programs read it, too.
     let cache = GuestCache::from_env().unwrap();
     let layout = format!("oci:{}", image.display());

@@ -1,0 +1,96 @@
+//! Installation on a node of Kubernetes, from a container that has the node's root as a volume.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{
+    AtFlags, CWD, Mode, OFlags, ResolveFlags, fchmod, fsync, openat, openat2, renameat, syncfs, unlinkat,
+};
+use rustix::io::Errno;
+use rustix::process::{chroot, fchdir};
+
+/// Where programs go: the unit names them there.
+const PROGRAMS: &str = "usr/bin";
+/// Where the unit goes.
+const UNITS: &str = "etc/systemd/system";
+const UNIT: &str = "ferry-snapshotter.service";
+const UNIT_TEXT: &str = include_str!("../../dist/systemd/ferry-snapshotter.service");
+/// The name of a file until it is complete.
+const NEW: &str = ".ferry.new";
+/// Has `systemctl` speak with the node's systemd although its root is not that of process 1: by its three names, from old to new.
+const IN_CHROOT: [(&str, &str); 3] =
+    [("SYSTEMD_IGNORE_CHROOT", "1"), ("SYSTEMD_OFFLINE", "0"), ("SYSTEMD_IN_CHROOT", "0")];
+
+/// Copies this program, the `ferry` beside it and the unit to a node, and starts the unit. What was there is replaced, also while it
+/// runs. `node` is the node's root, with what is mounted below it.
+///
+/// # Errors
+///
+/// A file cannot be read or written, or the node's systemd does not start the unit. What was copied before stays.
+pub fn install(node: &Path) -> Result<()> {
+    let folder = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = openat(CWD, node, folder, Mode::empty())
+        .with_context(|| format!("cannot open the node's root {}: mount it as a volume", node.display()))?;
+    let this = std::env::current_exe().context("cannot find this program")?;
+    let units = below(&root, node, UNITS)?;
+    let programs = below(&root, node, PROGRAMS)?;
+    for program in [this.with_file_name("ferry"), this] {
+        let cannot = || format!("cannot read the program {}", program.display());
+        let mut source = File::open(&program).with_context(cannot)?;
+        let name = program.file_name().with_context(cannot)?;
+        put(&programs, name.as_ref(), 0o755, |file| io::copy(&mut source, file).map(drop))
+            .with_context(|| format!("cannot write /{PROGRAMS}/{}", name.display()))?;
+    }
+    put(&units, UNIT.as_ref(), 0o644, |file| file.write_all(UNIT_TEXT.as_bytes()))
+        .with_context(|| format!("cannot write /{UNITS}/{UNIT}"))?;
+    // A power failure leaves no unit without its programs.
+    syncfs(&root).context("cannot write to the node's disk")?;
+    fchdir(&root)
+        .and_then(|()| chroot("."))
+        .context("cannot change to the node's root: the container needs the capability SYS_CHROOT")?;
+    for words in [&["daemon-reload"][..], &["enable", UNIT], &["restart", UNIT]] {
+        let mut systemctl = Command::new("systemctl");
+        systemctl.args(words).envs(IN_CHROOT).env("PATH", "/usr/bin:/bin").stdin(Stdio::inherit());
+        let said =
+            systemctl.output().context("cannot run systemctl: the node needs systemd, or an installation by hand")?;
+        let (status, messages) = (said.status, String::from_utf8_lossy(&said.stderr));
+        ensure!(status.success(), "systemctl {} on the node: {status}: {}", words.join(" "), messages.trim_end());
+    }
+    Ok(())
+}
+
+/// Opens a directory of the node's, by its own symbolic links.
+fn below(root: &OwnedFd, node: &Path, path: &str) -> Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+    let opened = loop {
+        match openat2(root, path, flags, Mode::empty(), resolve) {
+            Err(Errno::AGAIN) => {}
+            opened => break opened,
+        }
+    };
+    opened.with_context(|| format!("the node has no {}: it needs systemd", node.join(path).display()))
+}
+
+/// Makes or replaces a file; nobody sees it before it is complete.
+fn put(folder: &OwnedFd, name: &Path, mode: u32, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+    let folder = folder.as_fd();
+    match unlinkat(folder, NEW, AtFlags::empty()) {
+        Err(error) if error != Errno::NOENT => return Err(error.into()),
+        _ => {}
+    }
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+    let mut file = File::from(openat(folder, NEW, flags, Mode::from_raw_mode(0o600))?);
+    let written = write(&mut file)
+        .and_then(|()| Ok(fchmod(&file, Mode::from_raw_mode(mode))?))
+        .and_then(|()| Ok(fsync(&file)?))
+        .and_then(|()| Ok(renameat(folder, NEW, folder, name)?));
+    if written.is_err() {
+        let _ = unlinkat(folder, NEW, AtFlags::empty());
+    }
+    written
+}
