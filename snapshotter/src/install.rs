@@ -57,8 +57,9 @@ pub fn install(node: &Path) -> Result<()> {
         systemctl.args(words).envs(IN_CHROOT).env("PATH", "/usr/bin:/bin").stdin(Stdio::inherit());
         let said =
             systemctl.output().context("cannot run systemctl: the node needs systemd, or an installation by hand")?;
-        let (status, messages) = (said.status, String::from_utf8_lossy(&said.stderr));
-        ensure!(status.success(), "systemctl {} on the node: {status}: {}", words.join(" "), messages.trim_end());
+        let messages: Vec<_> = String::from_utf8_lossy(&said.stderr).lines().map(str::to_owned).collect();
+        let (status, words, messages) = (said.status, words.join(" "), messages.join(" "));
+        ensure!(status.success(), "systemctl {words} on the node: {status}: {messages}");
     }
     Ok(())
 }

@@ -30,7 +30,7 @@ for unit in ferry-share@.service ferry-disk@.service ferry-mount@.service ferry-
     mkdir /run/systemd/system/$unit.d
     printf '[Unit]\nDefaultDependencies=no\n' >/run/systemd/system/$unit.d/alone.conf
 done
-for module in FUSE; do BUSYBOX insmod $module; done
+for module in MODULES; do BUSYBOX insmod $module; done
 exec /lib/systemd/systemd --unit=ferry-test.service --show-status=no
 "#;
 
@@ -170,6 +170,64 @@ const EXPECTED_OF_AGENT: &str = "\
 - end
 ";
 
+/// The guest is a node of Kubernetes, and its root is a volume of a container. Programs can be written: they are links in memory.
+const TEST_OF_NODE: &str = r#"
+mkdir /run/programs /run/node
+mount --bind /usr/bin /run/programs
+mount -t tmpfs tmpfs /usr/bin
+/run/programs/ln --symbolic /run/programs/* /usr/bin
+mount -t tmpfs tmpfs /etc/systemd/system
+mount -t tmpfs tmpfs /var/lib
+mkdir -p /etc/systemd/system/ferry-snapshotter.service.d
+printf '[Unit]\nDefaultDependencies=no\n' >/etc/systemd/system/ferry-snapshotter.service.d/alone.conf
+mount --rbind / /run/node
+for time in first second; do
+    SNAPSHOTTER --install-to /run/node && echo "- installed"
+    show ferry-snapshotter.service; systemctl is-enabled ferry-snapshotter.service | sed 's/^/- /'
+    [ -S /run/ferry-snapshotter/snapshotter.sock ] && echo "- socket"
+    journalctl _SYSTEMD_UNIT=ferry-snapshotter.service
+done
+journalctl --sync
+journalctl _SYSTEMD_UNIT=ferry-snapshotter.service --output cat | grep -c 'INFO serving' | sed 's/^/- starts: /'
+find /usr/bin ! -type l -type f | sort | sed 's/^/- /'
+echo "- end"
+systemctl poweroff --force --force
+"#;
+
+const EXPECTED_OF_NODE: &str = "\
+- installed
+- ferry-snapshotter.service active 0
+- enabled
+- socket
+- installed
+- ferry-snapshotter.service active 0
+- enabled
+- socket
+- starts: 2
+- /usr/bin/ferry
+- /usr/bin/ferry-snapshotter
+- end
+";
+
+/// As dist/kubernetes does it.
+#[test]
+#[ignore = "long: boots systemd"]
+fn systemd_starts_what_is_installed_on_a_node() {
+    let programs = Path::new(env!("CARGO_BIN_EXE_ferry")).parent().unwrap();
+    if !programs.join("ferry-snapshotter").exists() {
+        return ferry_skip::skip!("no {}/ferry-snapshotter: cargo build -p ferry-snapshotter", programs.display());
+    }
+    // Without what debuggers need: the guest has them in memory, for a moment twice.
+    let image = tempfile::tempdir().unwrap();
+    for name in ["ferry", "ferry-snapshotter"] {
+        let mut strip = Command::new("strip");
+        let stripped = strip.arg("-o").arg(image.path().join(name)).arg(programs.join(name)).status().unwrap();
+        assert!(stripped.success(), "{name}");
+    }
+    let snapshotter = image.path().join("ferry-snapshotter");
+    boot(&TEST_OF_NODE.replace("SNAPSHOTTER", snapshotter.to_str().unwrap()), EXPECTED_OF_NODE, None);
+}
+
 /// Start, readiness, the end of a server by SIGKILL, also while it has a client, socket activation, a file with a mistake, and the
 /// journal.
 #[test]
@@ -227,12 +285,12 @@ fn boot(test: &str, expected: &str, socket: Option<&Path>) {
         let text = text.replace("/etc/ferry/", "/run/etc/");
         fs::write(path("units").join(unit.file_name().unwrap()), text).unwrap();
     }
-    let modules =
-        ["fuse.ko", "virtiofs.ko"].map(|name| parts.modules.join("kernel/fs/fuse").join(name).display().to_string());
+    let modules = ["fuse/fuse.ko", "fuse/virtiofs.ko", "overlayfs/overlay.ko"];
+    let modules = modules.map(|name| parts.modules.join("kernel/fs").join(name).display().to_string());
     let here = |text: &str| {
         let text = text.replace("HERE", folder.path().to_str().unwrap());
         let text = text.replace("BUSYBOX", parts.busybox.to_str().unwrap());
-        text.replace("FUSE", &modules.join(" "))
+        text.replace("MODULES", &modules.join(" "))
     };
     fs::write(path("units/ferry-test.service"), here(UNIT)).unwrap();
     fs::write(path("test"), [FUNCTIONS, test].concat().replace("PROGRAM", env!("CARGO_BIN_EXE_ferry"))).unwrap();
