@@ -7,7 +7,7 @@ use ferry_engine::{BlockingPool, Carrier, ReplyBuffer};
 use ferry_vfs::Result;
 
 use crate::read_ahead::ReadAhead;
-use crate::request_table::Ticket;
+use crate::request_table::{ReplyBytes, Ticket};
 use crate::serve::PendingTransfer;
 
 /// The destination of a 9P reply: memory for a short one; the final place for a long one, whose head is known last.
@@ -40,5 +40,5 @@ pub(crate) trait Client: Send + Sync {
     fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>);
 
     /// Replies to a request if it is still in flight; returns whether it was.
-    fn finish(&self, ticket: &Ticket, reply: &[u8]) -> bool;
+    fn finish(&self, ticket: &Ticket, reply: ReplyBytes<'_>) -> bool;
 }

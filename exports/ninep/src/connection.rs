@@ -13,8 +13,8 @@ use rustix::net::Shutdown;
 use crate::carrier::Client;
 use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
 use crate::hub::Hub;
-use crate::outbox::{Out, Outbox, SendResult, Socket};
-use crate::request_table::{self, Outlet, RejectedRequest, RequestTable, Ticket};
+use crate::outbox::{Collected, Out, Outbox, SendResult, Socket};
+use crate::request_table::{self, Outlet, RejectedRequest, ReplyBytes, RequestTable, Ticket};
 use crate::session::{self, Session};
 use crate::stream::Stream;
 
@@ -135,7 +135,7 @@ impl Pace {
 #[derive(Debug, Default)]
 pub(crate) struct TurnMemory {
     pub(crate) received: Vec<u8>,
-    replies: Vec<u8>,
+    pub(crate) replies: Collected,
 }
 
 /// The result of reading from the socket.
@@ -319,14 +319,19 @@ impl Connection {
         if self.shut_for.get().is_some() {
             return ReceiveResult::End(None);
         }
-        let mut may_read = is_first;
+        let (mut may_read, mut has_read) = (is_first, false);
         loop {
             if let Some(bytes) = inbox.next() {
-                let bytes_max = lock(&self.exchange).request_table.session().map_or(MSIZE_MIN, |session| session.msize);
+                let mut exchange = lock(&self.exchange);
+                let bytes_max = exchange.request_table.session().map_or(MSIZE_MIN, |session| session.msize);
                 if bytes < HEADER_BYTES || bytes > bytes_max as usize {
                     return ReceiveResult::End(Some("it sent a message of a length that was not agreed on"));
                 }
                 if bytes <= inbox.end - inbox.start {
+                    if has_read {
+                        exchange.outbox.expect((inbox.end - inbox.start) / bytes);
+                    }
+                    drop(exchange);
                     inbox.take(bytes, message);
                     inbox.since = None;
                     self.has_message.store(inbox.has_message(), Ordering::Release);
@@ -347,6 +352,7 @@ impl Connection {
                 Ok(0) => return ReceiveResult::End(Some("it ended in the middle of a message")),
                 Ok(count) => {
                     *end += count;
+                    has_read = true;
                     // Less than there was room for: that was all, or an event comes for the rest.
                     may_read = *end == room || self.stream.unread();
                 }
@@ -569,7 +575,7 @@ impl Client for Connection {
         self.with_request_table(|request_table, out| request_table.park(out, ticket, gone));
     }
 
-    fn finish(&self, ticket: &Ticket, reply: &[u8]) -> bool {
+    fn finish(&self, ticket: &Ticket, reply: ReplyBytes<'_>) -> bool {
         self.with_request_table(|request_table, out| request_table.finish(out, ticket, reply))
     }
 }

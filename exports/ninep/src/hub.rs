@@ -31,6 +31,9 @@ const TICK: Duration = LOOK;
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 const KEEPALIVE_COUNT: u32 = 4;
+/// What the kernel holds of replies that a client on a unix socket has not received yet, before it says that there is no room (it takes it
+/// twice): sixteen of 32 KiB. TCP grows to more by itself.
+const UNIX_SEND_BUFFER_BYTES: usize = 512 << 10;
 /// How long to wait for requests in flight at the end. Requests that take longer are abandoned.
 const STOP_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -289,6 +292,9 @@ impl Hub {
             let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, KEEPALIVE_IDLE);
             let _ = rustix::net::sockopt::set_tcp_keepintvl(&stream, KEEPALIVE_INTERVAL);
             let _ = rustix::net::sockopt::set_tcp_keepcnt(&stream, KEEPALIVE_COUNT);
+        } else {
+            // Where the system's limit is lower, it is the limit.
+            let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, UNIX_SEND_BUFFER_BYTES);
         }
         let Some(stream) = listener.stream(stream) else {
             self.share.ratelimited_log.warn(format_args!("a connection was refused: there can be no TLS for it"));

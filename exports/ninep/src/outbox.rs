@@ -1,18 +1,25 @@
 //! Replies on their way out of a socket: sent at once, or kept as long as the client does not take them.
 
 use std::collections::VecDeque;
+use std::io::IoSlice;
 use std::time::Instant;
 
 use ferry_vfs::Errno;
 
 use crate::clients::{ConnectionAccount, Resource};
-use crate::request_table::Outlet;
+use crate::request_table::{Outlet, ReplyBytes};
 use crate::stream::Stream;
 
-/// Longer replies are not collected: to copy them costs more than to send them.
-const COLLECTED_REPLY_BYTES_MAX: usize = 16 << 10;
-/// Nor are more bytes together.
-const COLLECTED_BYTES_MAX: usize = 64 << 10;
+/// Longer replies are collected where they are: to copy them costs more than to send them.
+const SHORT_BYTES_MAX: usize = 16 << 10;
+/// The maximum of all short replies that are collected, in bytes.
+const SHORTS_BYTES_MAX: usize = 64 << 10;
+/// The maximum of a long reply that is collected, in bytes.
+const LONG_BYTES_MAX: usize = 72 << 10;
+/// The maximum number of long replies that are collected.
+const LONGS_MAX: usize = 8;
+/// The pieces of a message to the socket: long replies, short ones, and the one that is not collected any more.
+const PIECES_MAX: usize = LONGS_MAX + 2;
 
 /// What sending left to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,10 +39,35 @@ pub(crate) struct Outbox {
     queued_bytes: usize,
     /// Replies are collected until [`Self::uncork`].
     corked: bool,
-    collected: Vec<u8>,
+    collected: Collected,
+    /// So many long replies are sent together.
+    longs_max: usize,
     /// Since when nothing could be sent.
     blocked_since: Option<Instant>,
     broken: Option<&'static str>,
+}
+
+/// Replies that are sent together, and memory for them, which a thread lends.
+#[derive(Debug, Default)]
+pub(crate) struct Collected {
+    /// Long ones, which are sent first, and their lengths.
+    long: Vec<(Vec<u8>, usize)>,
+    /// Short ones, one behind the other.
+    short: Vec<u8>,
+    /// Memory of long ones that were sent.
+    spare: Vec<Vec<u8>>,
+}
+
+impl Collected {
+    /// Releases memory of more than what is collected.
+    pub(crate) fn shrink(&mut self) {
+        self.spare.retain(|memory| memory.capacity() <= 2 * LONG_BYTES_MAX);
+    }
+
+    fn clear(&mut self) {
+        self.spare.extend(self.long.drain(..).map(|(memory, _)| memory));
+        self.short.clear();
+    }
 }
 
 impl Outbox {
@@ -47,14 +79,19 @@ impl Outbox {
         SendResult { blocked: self.blocked_since.is_some(), broken: self.broken }
     }
 
-    /// Collects replies from now on, in this empty memory.
-    pub(crate) fn cork(&mut self, memory: Vec<u8>) {
+    /// About so many requests were received. The client receives half of the replies while the other half is made.
+    pub(crate) fn expect(&mut self, requests: usize) {
+        self.longs_max = (requests / 2).clamp(1, LONGS_MAX);
+    }
+
+    /// Collects replies from now on, in this memory.
+    pub(crate) fn cork(&mut self, memory: Collected) {
         self.corked = true;
         self.collected = memory;
     }
 
     /// Sends what was collected; returns its memory.
-    pub(crate) fn uncork(&mut self, to: &Socket<'_>) -> Vec<u8> {
+    pub(crate) fn uncork(&mut self, to: &Socket<'_>) -> Collected {
         self.corked = false;
         self.send_collected(to);
         std::mem::take(&mut self.collected)
@@ -68,35 +105,54 @@ impl Outbox {
     /// Sends what was collected, and a reply behind it.
     fn send_with_collected(&mut self, to: &Socket<'_>, reply: &[u8]) {
         let mut collected = std::mem::take(&mut self.collected);
-        if !collected.is_empty() || !reply.is_empty() {
-            self.send_now(to, [&collected, reply]);
+        let long = collected.long.iter().map(|(memory, bytes)| memory.get(..*bytes).unwrap_or_default());
+        let mut pieces = [&[][..]; PIECES_MAX];
+        let mut count = 0;
+        for piece in long.chain([&*collected.short, reply]).filter(|piece| !piece.is_empty()) {
+            pieces[count] = piece;
+            count += 1;
+        }
+        if count > 0 {
+            self.send_now(to, &pieces[..count]);
         }
         collected.clear();
         self.collected = collected;
     }
 
     /// Sends a reply, or collects it.
-    pub(crate) fn send(&mut self, to: &Socket<'_>, reply: &[u8]) {
-        let is_long =
-            reply.len() > COLLECTED_REPLY_BYTES_MAX || self.collected.len() + reply.len() > COLLECTED_BYTES_MAX;
+    pub(crate) fn send(&mut self, to: &Socket<'_>, reply: ReplyBytes<'_>) {
+        let bytes = reply.as_slice().len();
         // What the client does not take is queued as it is.
-        if !self.corked || is_long || !self.queue.is_empty() {
-            self.send_with_collected(to, reply);
-        } else if self.broken.is_none() {
-            self.collected.extend_from_slice(reply);
+        if !self.corked || !self.queue.is_empty() || self.broken.is_some() {
+            return self.send_with_collected(to, reply.as_slice());
+        }
+        let Collected { long, short, spare } = &mut self.collected;
+        match reply {
+            ReplyBytes::Exchanged(memory, _) if (SHORT_BYTES_MAX + 1..=LONG_BYTES_MAX).contains(&bytes) => {
+                long.push((std::mem::replace(memory, spare.pop().unwrap_or_default()), bytes));
+                if long.len() >= self.longs_max {
+                    self.send_collected(to);
+                }
+            }
+            _ if bytes <= SHORT_BYTES_MAX && short.len() + bytes <= SHORTS_BYTES_MAX => {
+                short.extend_from_slice(reply.as_slice());
+            }
+            _ => self.send_with_collected(to, reply.as_slice()),
         }
     }
 
-    /// Sends two pieces, or as much as the client takes now; keeps the rest.
-    fn send_now(&mut self, to: &Socket<'_>, [first, second]: [&[u8]; 2]) {
+    /// Sends pieces, or as much as the client takes now; keeps the rest.
+    fn send_now(&mut self, to: &Socket<'_>, pieces: &[&[u8]]) {
         if self.broken.is_some() {
             return;
         }
-        let sent = if self.queue.is_empty() { self.push(to, [first, second]) } else { 0 };
+        let sent = if self.queue.is_empty() { self.push(to, pieces) } else { 0 };
         if self.broken.is_some() {
             return;
         }
-        let rest = [first.get(sent..).unwrap_or_default(), &second[sent.saturating_sub(first.len())..]].concat();
+        let mut slices = [IoSlice::new(&[]); PIECES_MAX];
+        let rest: Vec<&[u8]> = behind(&mut slices, pieces, sent).iter().map(|piece| &**piece).collect();
+        let rest = rest.concat();
         if rest.is_empty() {
             if to.stream.unsent() {
                 self.blocked_since.get_or_insert_with(Instant::now);
@@ -112,22 +168,25 @@ impl Outbox {
         self.blocked_since.get_or_insert_with(Instant::now);
     }
 
-    /// Hands two pieces to the socket; returns how many bytes it took.
-    fn push(&mut self, to: &Socket<'_>, [first, second]: [&[u8]; 2]) -> usize {
+    /// Hands pieces to the socket; returns how many bytes it took.
+    fn push(&mut self, to: &Socket<'_>, pieces: &[&[u8]]) -> usize {
         let mut done = 0;
-        while done < first.len() + second.len() {
-            let left = [first.get(done..).unwrap_or_default(), &second[done.saturating_sub(first.len())..]];
+        loop {
+            let mut slices = [IoSlice::new(&[]); PIECES_MAX];
+            let left = behind(&mut slices, pieces, done);
+            if left.is_empty() {
+                return done;
+            }
             match to.stream.send(left) {
                 Ok(count) => done += count,
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => break,
+                Err(Errno::AGAIN) => return done,
                 Err(_) => {
                     self.give_up(to, "");
-                    break;
+                    return done;
                 }
             }
         }
-        done
     }
 
     /// The socket has room again.
@@ -140,7 +199,7 @@ impl Outbox {
         while self.broken.is_none()
             && let Some(first) = self.queue.pop_front()
         {
-            let count = self.push(to, [&first[self.sent_of_first..], &[]]);
+            let count = self.push(to, &[&first[self.sent_of_first..]]);
             if count > 0 {
                 self.blocked_since = Some(Instant::now());
             }
@@ -171,6 +230,24 @@ impl Outbox {
     }
 }
 
+/// Returns what follows the first so many bytes of pieces.
+fn behind<'a, 'p>(
+    slices: &'a mut [IoSlice<'p>; PIECES_MAX],
+    pieces: &[&'p [u8]],
+    mut bytes: usize,
+) -> &'a [IoSlice<'p>] {
+    let mut count = 0;
+    for piece in pieces {
+        let (skipped, piece) = piece.split_at(bytes.min(piece.len()));
+        bytes -= skipped.len();
+        if !piece.is_empty() {
+            slices[count] = IoSlice::new(piece);
+            count += 1;
+        }
+    }
+    &slices[..count]
+}
+
 /// A connection's socket, and the connection's resources.
 #[derive(Clone, Copy)]
 pub(crate) struct Socket<'a> {
@@ -185,10 +262,117 @@ pub(crate) struct Out<'a> {
 }
 
 impl Outlet for Out<'_> {
-    fn send(&mut self, _: u64, reply: &[u8]) {
+    fn send(&mut self, _: u64, reply: ReplyBytes<'_>) {
         self.outbox.send(&self.socket, reply);
     }
 
     /// A reply that does not come takes nothing up.
     fn discard(&mut self, _: u64) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
+
+    use super::*;
+    use crate::clients::Clients;
+
+    const LONG: usize = SHORT_BYTES_MAX + 1;
+
+    /// Sends a long reply of equal bytes; returns the memory that was exchanged for its own.
+    fn send_long(outbox: &mut Outbox, to: &Socket<'_>, byte: u8, bytes: usize) -> Vec<u8> {
+        let mut memory = vec![byte; bytes + 10];
+        outbox.send(to, ReplyBytes::Exchanged(&mut memory, bytes));
+        memory
+    }
+
+    /// Returns the first byte of each reply in a record, by the lengths of long and short ones.
+    fn record(fd: &std::os::fd::OwnedFd) -> Option<String> {
+        let mut bytes = vec![0; 1 << 20];
+        let count = recv(fd, &mut bytes[..], RecvFlags::DONTWAIT).ok()?.0;
+        let mut text = String::new();
+        let mut rest = &bytes[..count];
+        while let Some(first) = rest.first() {
+            let length = if first.is_ascii_uppercase() { LONG } else { 3 };
+            let reply;
+            (reply, rest) = rest.split_at(length);
+            assert!(reply.iter().all(|byte| byte == first));
+            text.push(char::from(*first));
+        }
+        Some(text)
+    }
+
+    /// Each message to a socket of records is a record.
+    #[test]
+    fn replies_are_sent_together_and_long_ones_are_not_copied() {
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::NONBLOCK, None).unwrap();
+        let (stream, holder) = (Stream::plain(ours), Clients::alone());
+        let to = Socket { holder: &holder, stream: &stream };
+        let mut outbox = Outbox::default();
+        let short = |outbox: &mut Outbox, byte: u8| outbox.send(&to, ReplyBytes::Borrowed(&[byte; 3]));
+
+        // Without a turn, each by itself.
+        short(&mut outbox, b'a');
+        assert_eq!(send_long(&mut outbox, &to, b'A', LONG), [b'A'; LONG + 10]);
+        assert_eq!([record(&theirs), record(&theirs), record(&theirs)], [Some("a".into()), Some("A".into()), None]);
+
+        outbox.cork(Collected::default());
+        outbox.expect(4);
+        short(&mut outbox, b'a');
+        assert_eq!(send_long(&mut outbox, &to, b'A', LONG), []);
+        short(&mut outbox, b'b');
+        assert_eq!(record(&theirs), None);
+        // Half of the requests have replies.
+        assert_eq!(send_long(&mut outbox, &to, b'B', LONG), []);
+        assert_eq!([record(&theirs), record(&theirs)], [Some("ABab".into()), None]);
+        // Memory of what was sent comes back.
+        assert_ne!(send_long(&mut outbox, &to, b'C', LONG), []);
+        short(&mut outbox, b'c');
+        send_long(&mut outbox, &to, b'D', LONG);
+        assert_eq!(record(&theirs), Some("CDc".into()));
+        short(&mut outbox, b'd');
+        let memory = outbox.uncork(&to);
+        assert_eq!([record(&theirs), record(&theirs)], [Some("d".into()), None]);
+        assert!(memory.long.is_empty() && memory.short.is_empty() && memory.spare.len() == 2);
+
+        // However many there are.
+        outbox.cork(memory);
+        outbox.expect(1000);
+        (0..LONGS_MAX).for_each(|_| drop(send_long(&mut outbox, &to, b'E', LONG)));
+        assert_eq!(record(&theirs), Some("E".repeat(LONGS_MAX)));
+        let mut memory = outbox.uncork(&to);
+        assert_eq!(memory.spare.len(), LONGS_MAX);
+        memory.spare[0].reserve(3 * LONG_BYTES_MAX);
+        memory.shrink();
+        assert_eq!(memory.spare.len(), LONGS_MAX - 1);
+    }
+
+    #[test]
+    fn what_the_client_does_not_take_is_kept_in_order() {
+        let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::NONBLOCK, None).unwrap();
+        rustix::net::sockopt::set_socket_send_buffer_size(&ours, 1).unwrap();
+        let (stream, holder) = (Stream::plain(ours), Clients::alone());
+        let to = Socket { holder: &holder, stream: &stream };
+        let mut outbox = Outbox::default();
+        let mut expected = Vec::new();
+        for round in 0..5 {
+            outbox.cork(Collected::default());
+            outbox.expect(8);
+            for byte in (b'A'..b'E').map(|byte| byte + round) {
+                send_long(&mut outbox, &to, byte, LONG);
+                expected.extend([byte; LONG]);
+            }
+            outbox.uncork(&to);
+        }
+        assert!(outbox.state().blocked);
+        let (mut received, mut bytes) = (Vec::new(), vec![0; 10_000]);
+        while received.len() < expected.len() {
+            if let Ok((count, _)) = recv(&theirs, &mut bytes[..], RecvFlags::DONTWAIT) {
+                received.extend_from_slice(&bytes[..count]);
+            }
+            outbox.drain(&to);
+        }
+        assert!(received == expected && outbox.state() == SendResult::default() && outbox.queued_bytes == 0);
+    }
 }

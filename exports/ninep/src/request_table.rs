@@ -17,10 +17,28 @@ const PARKED_MAX: usize = 4096;
 /// The maximum number of waiting flushes of one connection; a client needs at most one per request.
 const FLUSHES_MAX: usize = 4096;
 
-/// Where replies go, in this order.
+/// A reply as a message.
+#[derive(Debug)]
+pub(crate) enum ReplyBytes<'a> {
+    /// In memory that the caller needs again.
+    Borrowed(&'a [u8]),
+    /// The first so many bytes of memory that whoever sends it may exchange for another.
+    Exchanged(&'a mut Vec<u8>, usize),
+}
+
+impl ReplyBytes<'_> {
+    pub(crate) fn as_slice(&self) -> &[u8] {
+        match self {
+            Self::Borrowed(reply) => reply,
+            Self::Exchanged(memory, bytes) => memory.get(..*bytes).unwrap_or_default(),
+        }
+    }
+}
+
+/// Where replies go. A flush's does not come before that of the request that it flushes.
 pub(crate) trait Outlet {
     /// Sends the reply of the request with this token.
-    fn send(&mut self, token: u64, reply: &[u8]);
+    fn send(&mut self, token: u64, reply: ReplyBytes<'_>);
 
     /// The request with this token gets no reply.
     fn discard(&mut self, token: u64);
@@ -206,7 +224,7 @@ impl RequestTable {
     }
 
     /// Sends the reply of a request in flight; returns whether it was in flight.
-    pub(crate) fn finish(&mut self, out: &mut dyn Outlet, ticket: &Ticket, reply: &[u8]) -> bool {
+    pub(crate) fn finish(&mut self, out: &mut dyn Outlet, ticket: &Ticket, reply: ReplyBytes<'_>) -> bool {
         let Some(asked) = self.requests.get(&ticket.tag).filter(|asked| asked.number == ticket.number) else {
             return false;
         };
@@ -245,5 +263,5 @@ impl RequestTable {
 pub(crate) fn reply(out: &mut dyn Outlet, token: u64, tag: Tag, reply: &Reply<'_>) {
     let mut message = Vec::new();
     reply.encode(tag, &mut message);
-    out.send(token, &message);
+    out.send(token, ReplyBytes::Borrowed(&message));
 }

@@ -47,10 +47,9 @@ pub(crate) fn take(fd: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<usize> {
     rustix::net::recv(fd, bytes, RecvFlags::DONTWAIT).map(|(count, _)| count)
 }
 
-/// The same of two pieces, one behind the other.
-fn give_both(fd: BorrowedFd<'_>, pieces: [&[u8]; 2]) -> Result<usize> {
-    let pieces = pieces.map(IoSlice::new);
-    rustix::net::sendmsg(fd, &pieces, &mut SendAncillaryBuffer::default(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
+/// The same of pieces, one behind the other.
+fn give_all(fd: BorrowedFd<'_>, pieces: &[IoSlice<'_>]) -> Result<usize> {
+    rustix::net::sendmsg(fd, pieces, &mut SendAncillaryBuffer::default(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
 }
 
 /// Sends as much as a socket accepts, without waiting.
@@ -86,15 +85,14 @@ impl Stream {
         take(self.fd.as_fd(), bytes)
     }
 
-    /// Takes over as many bytes of two pieces as there is room for, or of the first at least.
-    pub(crate) fn send(&self, pieces: [&[u8]; 2]) -> Result<usize> {
+    /// Takes over as many bytes of pieces as there is room for, or of the first at least. None is empty.
+    pub(crate) fn send(&self, pieces: &[IoSlice<'_>]) -> Result<usize> {
         #[cfg(feature = "tls")]
         if let Some(sealed) = &self.tls {
-            let [first, second] = pieces;
-            let next = if first.is_empty() { second } else { first };
-            return sealed.with(|channel| channel.send(self.fd.as_fd(), next));
+            let first = pieces.first().map_or(&[][..], |piece| piece);
+            return sealed.with(|channel| channel.send(self.fd.as_fd(), first));
         }
-        give_both(self.fd.as_fd(), pieces)
+        give_all(self.fd.as_fd(), pieces)
     }
 
     /// Sends buffered bytes; returns whether some were sent.

@@ -18,7 +18,7 @@ use crate::delayed_requests::{DelayedRequest, DelayedRequests};
 use crate::hub::{Hub, KEY_LIMIT, KEY_WAKE};
 use crate::message::{Buffers, Message};
 use crate::rate::cost_bytes;
-use crate::request_table::{RejectedRequest, Ticket};
+use crate::request_table::{RejectedRequest, ReplyBytes, Ticket};
 use crate::serve::{Context, ReplyPlace, encode, serve};
 use crate::session::Session;
 
@@ -80,6 +80,7 @@ pub(crate) fn work(hub: &Arc<Hub>) {
                 *kept = Vec::new();
             }
         }
+        memory.replies.shrink();
     }
     hub.thread_ended();
 }
@@ -347,12 +348,12 @@ fn reply_bytes(request: &Request<'_>) -> usize {
 fn answer(cx: &Context<'_>, request: &Request<'_>, message: &mut Message<'_>) {
     let served = catch_unwind(AssertUnwindSafe(|| serve(cx, request, message))).unwrap_or(Err(Errno::IO));
     let reply = match served {
-        Ok(ReplyPlace::Short) => &message.buffers.short,
-        Ok(ReplyPlace::Long(bytes)) => message.buffers.long.get(..bytes).unwrap_or_default(),
+        Ok(ReplyPlace::Short) => ReplyBytes::Borrowed(&message.buffers.short),
+        Ok(ReplyPlace::Long(bytes)) => ReplyBytes::Exchanged(&mut message.buffers.long, bytes),
         Ok(ReplyPlace::Later | ReplyPlace::Parked) => return,
         Err(errno) => {
             encode(message, cx.ticket.tag, &Reply::Error(errno));
-            &message.buffers.short
+            ReplyBytes::Borrowed(&message.buffers.short)
         }
     };
     cx.client.finish(cx.ticket, reply);

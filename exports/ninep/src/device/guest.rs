@@ -10,7 +10,7 @@ use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Tag, kind};
 
 use crate::carrier::Client;
 use crate::clients::{Clients, ConnectionAccount, Resource};
-use crate::request_table::{Outlet, RejectedRequest, RequestTable, Ticket};
+use crate::request_table::{Outlet, RejectedRequest, ReplyBytes, RequestTable, Ticket};
 use crate::session::Session;
 use crate::shrink::Trimmer;
 
@@ -65,15 +65,15 @@ pub(super) fn slot(token: u64) -> usize {
 struct MailboxOutlet<'a>(Option<&'a Port<Vec<u8>>>);
 
 impl Outlet for MailboxOutlet<'_> {
-    fn send(&mut self, token: u64, reply: &[u8]) {
+    fn send(&mut self, token: u64, reply: ReplyBytes<'_>) {
         if let Some(port) = self.0 {
-            port.reply(token, reply.to_vec());
+            port.reply(token, reply.as_slice().to_vec());
         }
     }
 
     /// The driver gets its chain back. Linux treats an empty one as no reply.
     fn discard(&mut self, token: u64) {
-        self.send(token, &[]);
+        self.send(token, ReplyBytes::Borrowed(&[]));
     }
 }
 
@@ -183,7 +183,7 @@ impl Client for Guest {
         self.with_request_table(|request_table, out| request_table.park(out, ticket, gone));
     }
 
-    fn finish(&self, ticket: &Ticket, reply: &[u8]) -> bool {
+    fn finish(&self, ticket: &Ticket, reply: ReplyBytes<'_>) -> bool {
         self.with_request_table(|request_table, out| request_table.finish(out, ticket, reply))
     }
 }

@@ -8,6 +8,7 @@ use ferry_vfs::{Errno, Result};
 use ferry_wire::ninep::{Fid, Reply};
 
 use super::{Context, ReplyPlace};
+use crate::request_table::ReplyBytes;
 
 /// How long a request waits at most: a client that is silent for longer than its own time limit counts as gone.
 const WAIT_MAX: Duration = Duration::from_secs(30);
@@ -35,7 +36,7 @@ impl Context<'_> {
                 Err(errno) => Reply::Error(*errno),
             }
             .encode(ticket.tag, &mut reply);
-            if !client.upgrade().is_some_and(|client| client.finish(&ticket, &reply))
+            if !client.upgrade().is_some_and(|client| client.finish(&ticket, ReplyBytes::Borrowed(&reply)))
                 && let (Ok(_), Some(queue)) = (outcome, told.upgrade())
             {
                 // It was flushed.

@@ -7,6 +7,7 @@ use ferry_vfs::{Errno, Lock, LockKind, LockOutcome, LockOwner, Result, Waiter, c
 use ferry_wire::ninep::{Fid, LockRequest, LockStatus, Reply};
 
 use super::Context;
+use crate::request_table::ReplyBytes;
 
 /// The end of the file, wherever that is.
 const END: u64 = i64::MAX as u64;
@@ -61,7 +62,7 @@ impl Context<'_> {
                 Err(errno) => Reply::Error(errno),
             }
             .encode(ticket.tag, &mut reply);
-            let told = client.finish(&ticket, &reply);
+            let told = client.finish(&ticket, ReplyBytes::Borrowed(&reply));
             if told || outcome.is_err() {
                 return;
             }
