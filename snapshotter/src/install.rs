@@ -1,14 +1,15 @@
 //! Installation on a node of Kubernetes, from a container that has the node's root as a volume.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::OwnedFd;
 use rustix::fs::{
-    AtFlags, CWD, Mode, OFlags, ResolveFlags, fchmod, fsync, openat, openat2, renameat, syncfs, unlinkat,
+    AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, fchmod, fstat, fsync, openat, openat2, renameat, syncfs,
+    unlinkat,
 };
 use rustix::io::Errno;
 use rustix::process::{chroot, fchdir};
@@ -25,8 +26,8 @@ const NEW: &str = ".ferry.new";
 const IN_CHROOT: [(&str, &str); 3] =
     [("SYSTEMD_IGNORE_CHROOT", "1"), ("SYSTEMD_OFFLINE", "0"), ("SYSTEMD_IN_CHROOT", "0")];
 
-/// Copies this program, the `ferry` beside it and the unit to a node, and starts the unit. What was there is replaced, also while it
-/// runs. `node` is the node's root, with what is mounted below it.
+/// Copies this program, the `ferry` beside it and the unit to a node, and starts the unit: again, if one of them was another one, also
+/// while it runs. `node` is the node's root, with what is mounted below it.
 ///
 /// # Errors
 ///
@@ -35,24 +36,28 @@ pub fn install(node: &Path) -> Result<()> {
     let folder = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = openat(CWD, node, folder, Mode::empty())
         .with_context(|| format!("cannot open the node's root {}: mount it as a volume", node.display()))?;
+    check_processes(node)?;
     let this = std::env::current_exe().context("cannot find this program")?;
     let units = below(&root, node, UNITS)?;
     let programs = below(&root, node, PROGRAMS)?;
+    let mut is_new = false;
     for program in [this.with_file_name("ferry"), this] {
         let cannot = || format!("cannot read the program {}", program.display());
-        let mut source = File::open(&program).with_context(cannot)?;
+        let bytes = std::fs::read(&program).with_context(cannot)?;
         let name = program.file_name().with_context(cannot)?;
-        put(&programs, name.as_ref(), 0o755, |file| io::copy(&mut source, file).map(drop))
+        is_new |= put(&programs, name.as_ref(), 0o755, &bytes)
             .with_context(|| format!("cannot write /{PROGRAMS}/{}", name.display()))?;
     }
-    put(&units, UNIT.as_ref(), 0o644, |file| file.write_all(UNIT_TEXT.as_bytes()))
+    is_new |= put(&units, UNIT.as_ref(), 0o644, UNIT_TEXT.as_bytes())
         .with_context(|| format!("cannot write /{UNITS}/{UNIT}"))?;
     // A power failure leaves no unit without its programs.
     syncfs(&root).context("cannot write to the node's disk")?;
     fchdir(&root)
         .and_then(|()| chroot("."))
         .context("cannot change to the node's root: the container needs the capability SYS_CHROOT")?;
-    for words in [&["daemon-reload"][..], &["enable", UNIT], &["restart", UNIT]] {
+    // Pods are pulled while a node boots: that is no time for a restart.
+    let start = if is_new { "restart" } else { "start" };
+    for words in [&["daemon-reload"][..], &["enable", UNIT], &[start, UNIT]] {
         let mut systemctl = Command::new("systemctl");
         systemctl.args(words).envs(IN_CHROOT).env("PATH", "/usr/bin:/bin").stdin(Stdio::inherit());
         let said =
@@ -61,6 +66,18 @@ pub fn install(node: &Path) -> Result<()> {
         let (status, words, messages) = (said.status, words.join(" "), messages.join(" "));
         ensure!(status.success(), "systemctl {words} on the node: {status}: {messages}");
     }
+    Ok(())
+}
+
+/// systemd answers only those that see its process: `systemctl` ends with "No data available" elsewhere.
+fn check_processes(node: &Path) -> Result<()> {
+    let path = node.join("proc/self/status");
+    let status = std::fs::read_to_string(&path)
+        .with_context(|| format!("cannot read {}: mount the node's root with what is below it", path.display()))?;
+    // This process's numbers in the namespace of that /proc and in those within (proc_pid_status(5)).
+    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    let is_node = numbers.is_some_and(|numbers| numbers.split_whitespace().count() == 1);
+    ensure!(is_node, "this container does not see the node's processes: set hostPID: true in its pod");
     Ok(())
 }
 
@@ -77,21 +94,41 @@ fn below(root: &OwnedFd, node: &Path, path: &str) -> Result<OwnedFd> {
     opened.with_context(|| format!("the node has no {}: it needs systemd", node.join(path).display()))
 }
 
-/// Makes or replaces a file; nobody sees it before it is complete.
-fn put(folder: &OwnedFd, name: &Path, mode: u32, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
-    let folder = folder.as_fd();
+/// Makes or replaces a file, which nobody sees before it is complete; returns false if it is there already.
+fn put(folder: &OwnedFd, name: &Path, mode: u32, bytes: &[u8]) -> io::Result<bool> {
+    let mode = Mode::from_raw_mode(mode);
+    if is_there(folder, name, mode, bytes).unwrap_or(false) {
+        return Ok(false);
+    }
     match unlinkat(folder, NEW, AtFlags::empty()) {
         Err(error) if error != Errno::NOENT => return Err(error.into()),
         _ => {}
     }
     let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
     let mut file = File::from(openat(folder, NEW, flags, Mode::from_raw_mode(0o600))?);
-    let written = write(&mut file)
-        .and_then(|()| Ok(fchmod(&file, Mode::from_raw_mode(mode))?))
+    let written = file
+        .write_all(bytes)
+        .and_then(|()| Ok(fchmod(&file, mode)?))
         .and_then(|()| Ok(fsync(&file)?))
         .and_then(|()| Ok(renameat(folder, NEW, folder, name)?));
     if written.is_err() {
         let _ = unlinkat(folder, NEW, AtFlags::empty());
     }
-    written
+    written.map(|()| true)
+}
+
+fn is_there(folder: &OwnedFd, name: &Path, mode: Mode, bytes: &[u8]) -> io::Result<bool> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let mut file = File::from(openat(folder, name, flags, Mode::empty())?);
+    let found = fstat(&file)?;
+    if !FileType::from_raw_mode(found.st_mode).is_file()
+        || Mode::from_raw_mode(found.st_mode) != mode
+        || found.st_uid != 0
+        || u64::try_from(found.st_size).ok() != Some(bytes.len() as u64)
+    {
+        return Ok(false);
+    }
+    let mut there = Vec::new();
+    file.read_to_end(&mut there)?;
+    Ok(there == bytes)
 }

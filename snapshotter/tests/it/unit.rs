@@ -58,13 +58,15 @@ fn the_service_manager_is_told_when_calls_are_answered() {
     connected.unwrap();
 }
 
-/// The node's root with a shell from this host, and a systemctl that writes down how it was called. `$1`: the program, `$2`: the root.
+/// The node's root with a shell from this host, and a systemctl that writes down how it was called. `$1`: the program, `$2`: the root,
+/// `$3`: what starts the program.
 const INSTALL: &str = r#"
 mount --make-rprivate /
+mount --rbind /proc "$2/proc"
 for folder in bin lib lib64; do
     [ ! -d "/$folder" ] || mount --bind "/$folder" "$2/$folder"
 done
-exec "$1" --install-to "$2"
+exec $3 "$1" --install-to "$2"
 "#;
 
 const SYSTEMCTL: &str = r#"#!/bin/sh
@@ -80,7 +82,7 @@ fn a_node_gets_the_programs_and_its_systemd_starts_the_unit() {
     }
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
-    for name in ["image", "node/usr/bin", "node/bin", "node/lib", "node/lib64", "node/units", "node/etc"] {
+    for name in ["image", "node/usr/bin", "node/bin", "node/lib", "node/lib64", "node/units", "node/etc", "node/proc"] {
         fs::create_dir_all(path(name)).unwrap();
     }
     let program = path("image/ferry-snapshotter");
@@ -88,13 +90,16 @@ fn a_node_gets_the_programs_and_its_systemd_starts_the_unit() {
     fs::write(path("node/usr/bin/systemctl"), SYSTEMCTL).unwrap();
     fs::set_permissions(path("node/usr/bin/systemctl"), fs::Permissions::from_mode(0o755)).unwrap();
     fs::write(path("node/fails"), "").unwrap();
-    let install = || {
+    let install_by = |starter: &str| {
         let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-euc", INSTALL, "sh"]).arg(&program).arg(path("node"));
+        command.args(["--mount", "sh", "-euc", INSTALL, "sh"]).arg(&program).arg(path("node")).arg(starter);
         let output = command.output().unwrap();
         (output.status.code(), String::from_utf8(output.stderr).unwrap())
     };
+    let install = || install_by("");
     let node = path("node").display().to_string();
+    let (status, said) = install_by("unshare --pid --fork --mount-proc");
+    assert!(status == Some(1) && said.contains("set hostPID: true"), "{said}");
     assert_eq!(
         install(),
         (
@@ -125,6 +130,11 @@ fn a_node_gets_the_programs_and_its_systemd_starts_the_unit() {
     let called = "100 daemon-reload\n100 enable ferry-snapshotter.service\n100 restart ferry-snapshotter.service\n";
     assert_eq!(fs::read_to_string(path("node/called")).unwrap(), called);
     assert_eq!(fs::read_dir(path("node/usr/bin")).unwrap().count(), 3);
+
+    // Again, as after each start of the node.
+    fs::remove_file(path("node/called")).unwrap();
+    assert_eq!(install(), (Some(0), String::new()));
+    assert_eq!(fs::read_to_string(path("node/called")).unwrap(), called.replace("restart", "start"));
 
     // A program that runs is replaced.
     fs::write(path("image/ferry"), "a newer program").unwrap();
