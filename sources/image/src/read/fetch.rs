@@ -13,6 +13,7 @@ use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
@@ -120,14 +121,20 @@ impl Pack {
             let (Some(first), Some(last)) = (objects.first(), objects.last()) else { return Ok(()) };
             let range = first.begin()..last.end();
             let mut receiver = Receiver::new(self, run, &mut kept);
-            let mut wrong = None;
+            let (mut wrong, mut first, mut count) = (None, None, 0);
+            let begin = Instant::now();
             let outcome = layer_fetch::read(&*absent.common.missing.from, &self.index, range, &mut |bytes| {
+                first.get_or_insert_with(|| begin.elapsed());
+                count += bytes.len() as u64;
                 receiver.take(bytes).map_err(|bad| {
                     let kind = if bad.is_of_object() { ErrorKind::InvalidData } else { ErrorKind::Other };
                     wrong = Some(bad);
                     io::Error::new(kind, "not what was asked for")
                 })
             });
+            if let (Ok(()), Some(first)) = (&outcome, first) {
+                absent.common.requests.note(first, begin.elapsed().saturating_sub(first), count);
+            }
             match (wrong, outcome) {
                 // What came before is kept.
                 (Some(bad), Err(error)) if error.kind() == ErrorKind::Interrupted && servers < SERVERS_MAX => {

@@ -14,7 +14,7 @@ use crate::read::pack::{Pack, UNKNOWN};
 use crate::read::part_file;
 use crate::read::partial::PartialPack;
 use crate::read::singleflight::{FetchableSet, ObjectSet};
-use crate::store::fetch::RUN_BYTES_MAX;
+use crate::store::fetch::FAR_RUN_BYTES_MAX;
 use crate::store::object_error::ObjectError;
 
 /// After readers have waited so long in total, what is fetched ahead of them is worth the requests.
@@ -34,6 +34,10 @@ impl FetchableSet for (&Pack, &PartialPack) {
         self.0
     }
 
+    fn run_bytes(&self) -> u64 {
+        self.1.common.requests.run_bytes()
+    }
+
     fn fetch(&self, range: Range<usize>) -> Result<bool, ObjectError> {
         let (pack, absent) = *self;
         // Objects beyond the limit would evict those in use.
@@ -43,7 +47,7 @@ impl FetchableSet for (&Pack, &PartialPack) {
         }
         let mut at = range.start;
         while at < range.end {
-            let claim = absent.flights.claim(pack, at..range.end, RUN_BYTES_MAX);
+            let claim = absent.flights.claim(pack, at..range.end, FAR_RUN_BYTES_MAX);
             pack.get(absent, &claim)?;
             at += claim.objects.len().max(1);
         }
@@ -174,8 +178,8 @@ fn next(parts: &[&dyn FetchableSet], cursor: &mut (usize, usize)) -> Option<(usi
             *cursor = (number + 1, 0);
             continue;
         }
-        let (mut to, mut bytes) = (from, 0_u64);
-        while to < part.count() && (to == from || bytes.saturating_add(part.objects().bytes(to)) <= RUN_BYTES_MAX) {
+        let (mut to, mut bytes, most) = (from, 0_u64, part.run_bytes());
+        while to < part.count() && (to == from || bytes.saturating_add(part.objects().bytes(to)) <= most) {
             bytes = bytes.saturating_add(part.objects().bytes(to));
             to += 1;
         }

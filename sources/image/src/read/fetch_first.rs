@@ -115,6 +115,10 @@ impl FetchableSet for Part<'_> {
         self
     }
 
+    fn run_bytes(&self) -> u64 {
+        (self.pack, self.absent).run_bytes()
+    }
+
     fn fetch(&self, range: Range<usize>) -> Result<bool, ObjectError> {
         let from = self.objects.start;
         (self.pack, self.absent).fetch(from + range.start..from + range.end)

@@ -9,7 +9,7 @@ use crate::format::index::Places;
 use crate::read::cache_limit::CacheLimit;
 use crate::read::fetch_locks::FetchLocks;
 use crate::read::singleflight::Singleflight;
-use crate::store::fetch::FetchOptions;
+use crate::store::fetch::{FAR_RUN_BYTES_MAX, FetchOptions, RUN_BYTES_MAX};
 use crate::store::packs::Store;
 use crate::store::places::StorePlaces;
 
@@ -27,6 +27,35 @@ pub(crate) struct PartialPacks {
     /// Bytes of objects that other packs of the store had.
     pub deduplicated_bytes: AtomicU64,
     pub demand: Demand,
+    pub requests: RequestTimes,
+}
+
+/// What requests for missing objects take: means, in which later ones count more. What is lost between two threads does not matter.
+#[derive(Debug, Default)]
+pub(crate) struct RequestTimes {
+    /// From the request to its first byte, in microseconds.
+    latency_us: AtomicU64,
+    /// After that, in bytes of objects per millisecond.
+    rate: AtomicU64,
+}
+
+impl RequestTimes {
+    /// A request took so long until its first byte, and then so long for so many bytes.
+    pub(crate) fn note(&self, latency: Duration, rest: Duration, bytes: u64) {
+        let mean = |mean: &AtomicU64, new: u64| {
+            let old = mean.load(Ordering::Relaxed);
+            mean.store(if old == 0 { new } else { old / 4 * 3 + new / 4 }, Ordering::Relaxed);
+        };
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        mean(&self.latency_us, micros(latency));
+        mean(&self.rate, bytes.saturating_mul(1000) / micros(rest).max(1));
+    }
+
+    /// The size of requests that wait for their first byte for a third of their time, in bytes, within limits.
+    pub(crate) fn run_bytes(&self) -> u64 {
+        let [latency_us, rate] = [&self.latency_us, &self.rate].map(|mean| mean.load(Ordering::Relaxed));
+        (latency_us / 1000).saturating_mul(rate).saturating_mul(2).clamp(RUN_BYTES_MAX, FAR_RUN_BYTES_MAX)
+    }
 }
 
 /// How long readers have waited for what was not here.
@@ -73,6 +102,7 @@ impl PartialPacks {
             fetched_bytes: AtomicU64::new(0),
             deduplicated_bytes: AtomicU64::new(0),
             demand: Demand::new(),
+            requests: RequestTimes::default(),
         })
     }
 
@@ -101,5 +131,28 @@ pub(crate) struct PartialPack {
 impl PartialPack {
     pub(crate) fn new(common: &Arc<PartialPacks>, number: usize) -> Self {
         Self { common: Arc::clone(common), number, alone: common.limit.is_some(), flights: Singleflight::default() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_longer_the_longer_they_wait() {
+        for (latency_ms, mib_per_second, mib) in
+            [(0, 1000, 4), (1, 500, 4), (50, 100, 10), (50, 1000, 32), (5000, 1, 10)]
+        {
+            let times = RequestTimes::default();
+            assert_eq!(times.run_bytes(), RUN_BYTES_MAX);
+            times.note(Duration::from_millis(latency_ms), Duration::from_secs(1), mib_per_second << 20);
+            assert_eq!((times.run_bytes() + (1 << 19)) >> 20, mib, "{latency_ms} ms");
+            // What has changed is found out.
+            (0..30).for_each(|_| times.note(Duration::ZERO, Duration::from_secs(1), 1 << 20));
+            assert_eq!(times.run_bytes(), RUN_BYTES_MAX);
+        }
+        let times = RequestTimes::default();
+        times.note(Duration::MAX, Duration::ZERO, u64::MAX);
+        assert_eq!(times.run_bytes(), FAR_RUN_BYTES_MAX);
     }
 }

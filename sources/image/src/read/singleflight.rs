@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use ferry_vfs::sync::{self, lock};
 
+use crate::store::fetch::RUN_BYTES_MAX;
 use crate::store::object_error::ObjectError;
 
 /// The objects being fetched, by number.
@@ -146,6 +147,10 @@ pub(crate) trait FetchableSet: Sync {
     /// Returns the number of objects.
     fn count(&self) -> usize;
     fn objects(&self) -> &dyn ObjectSet;
+    /// Returns the maximum size of a request, in bytes.
+    fn run_bytes(&self) -> u64 {
+        RUN_BYTES_MAX
+    }
     /// Gets the missing and unclaimed objects of a range; returns whether there was room for them.
     fn fetch(&self, range: Range<usize>) -> Result<bool, ObjectError>;
 }

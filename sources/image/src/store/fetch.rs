@@ -64,3 +64,5 @@ pub struct FetchOptions {
 pub(crate) const SERVERS_MAX: usize = 4;
 /// The maximum size of a request of [`Objects::fetch_all`] in bytes; a larger object is fetched alone.
 pub(crate) const RUN_BYTES_MAX: u64 = 4 << 20;
+/// The same, of a server that is far.
+pub(crate) const FAR_RUN_BYTES_MAX: u64 = 32 << 20;

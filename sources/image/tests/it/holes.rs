@@ -367,6 +367,43 @@ fn who_waits_for_what_is_behind_a_damaged_object_gets_it() {
     });
 }
 
+/// A source whose requests wait half a second for their first byte.
+#[derive(Debug)]
+struct Far(Arc<Elsewhere>);
+
+impl Fetch for Far {
+    fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>> {
+        self.0.index(pack, bytes_max)
+    }
+
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
+        thread::sleep(Duration::from_millis(500));
+        self.0.read(pack, range, sink)
+    }
+}
+
+/// Requests of 4 MiB would be six.
+#[test]
+fn a_source_that_is_far_is_asked_for_more_at_once() {
+    let bench = Bench::new();
+    let mut state = 1_u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state.to_be_bytes()
+    };
+    let content: Vec<u8> = (0..3 << 20).flat_map(|_| next()).collect();
+    fs::write(bench.tree().join("large"), &content).expect("files can be made");
+    bench.build("image");
+    let from = Elsewhere::of(&bench);
+    let missing = FetchOptions { from: Arc::new(Far(Arc::clone(&from))), ahead_bytes: 0, cache_bytes: None };
+    let source = Source::open_with(&bench.path("image"), &here(&bench), None, Some(missing)).expect("it was built");
+    source.shared_objects().fetch_all(1, &AtomicBool::new(false), &|_, _| {}).expect("it can be had");
+    let requests = from.asked().len();
+    assert!((2..6).contains(&requests), "{requests}");
+    assert!(read(&source, "large", 0, content.len()).expect("it is here") == content);
+    assert_eq!(from.asked().len(), requests);
+}
+
 #[test]
 fn what_could_not_be_completed_is_proved_again() {
     let (bench, image) = two();
