@@ -20,6 +20,8 @@ const PROGRAMS: &str = "usr/bin";
 const UNITS: &str = "etc/systemd/system";
 const UNIT: &str = "ferry-snapshotter.service";
 const UNIT_TEXT: &str = include_str!("../../dist/systemd/ferry-snapshotter.service");
+/// Is beside the unit while an installation goes on: whoever finds it does not know what the unfinished one has changed.
+const UNFINISHED: &str = ".ferry-snapshotter.unfinished";
 /// The name of a file until it is complete.
 const NEW: &str = ".ferry.new";
 /// Has `systemctl` speak with the node's systemd although its root is not that of process 1: by its three names, from old to new.
@@ -40,7 +42,11 @@ pub fn install(node: &Path) -> Result<()> {
     let this = std::env::current_exe().context("cannot find this program")?;
     let units = below(&root, node, UNITS)?;
     let programs = below(&root, node, PROGRAMS)?;
-    let mut is_new = false;
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+    let mut is_new = match openat(&units, UNFINISHED, flags, Mode::from_raw_mode(0o600)) {
+        Err(Errno::EXIST) => true,
+        made => made.map(|_| false).with_context(|| format!("cannot write /{UNITS}/{UNFINISHED}"))?,
+    };
     for program in [this.with_file_name("ferry"), this] {
         let cannot = || format!("cannot read the program {}", program.display());
         let bytes = std::fs::read(&program).with_context(cannot)?;
@@ -66,7 +72,7 @@ pub fn install(node: &Path) -> Result<()> {
         let (status, words, messages) = (said.status, words.join(" "), messages.join(" "));
         ensure!(status.success(), "systemctl {words} on the node: {status}: {messages}");
     }
-    Ok(())
+    unlinkat(&units, UNFINISHED, AtFlags::empty()).with_context(|| format!("cannot remove /{UNITS}/{UNFINISHED}"))
 }
 
 /// systemd answers only those that see its process: `systemctl` ends with "No data available" elsewhere.

@@ -143,4 +143,11 @@ fn a_node_gets_the_programs_and_its_systemd_starts_the_unit() {
         "ferry-snapshotter: systemctl restart ferry-snapshotter.service on the node: exit status: 3: it cannot\n";
     assert_eq!(install(), (Some(1), expected.into()));
     assert_eq!(fs::read_to_string(path("node/usr/bin/ferry")).unwrap(), "a newer program");
+
+    // The next one goes on where this one ended, and leaves nothing else.
+    fs::write(path("node/fails"), "").unwrap();
+    fs::remove_file(path("node/called")).unwrap();
+    assert_eq!(install(), (Some(0), String::new()));
+    assert_eq!(fs::read_to_string(path("node/called")).unwrap(), called);
+    assert_eq!(fs::read_dir(path("node/units")).unwrap().count(), 1);
 }
