@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use ferry_engine::RatelimitedLog;
-use ferry_vfs::sync::lock;
+use ferry_vfs::sync::{CacheAligned, lock};
 use ferry_vfs::{Backing, Errno, Ino, OFlags};
 
 /// Registers backing files with the client's kernel (`FUSE_DEV_IOC_BACKING_OPEN` and `..._CLOSE`).
@@ -87,7 +87,7 @@ pub(crate) struct PassthroughOpen {
 /// How each inode that a client has open is read and written.
 pub(crate) struct Passthrough {
     backings: Arc<dyn Backings>,
-    shards: [Mutex<Shard>; SHARDS],
+    shards: [CacheAligned<Mutex<Shard>>; SHARDS],
     /// The kernel refuses it for good.
     refused: AtomicBool,
     has_logged: AtomicBool,
@@ -95,7 +95,7 @@ pub(crate) struct Passthrough {
 
 impl Passthrough {
     pub(crate) fn new(backings: Arc<dyn Backings>) -> Self {
-        let shards = std::array::from_fn(|_| Mutex::default());
+        let shards = std::array::from_fn(|_| CacheAligned::default());
         Self { backings, shards, refused: AtomicBool::new(false), has_logged: AtomicBool::new(false) }
     }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use ferry_state::{Init, JournalEntry, Slot};
-use ferry_vfs::sync::lock;
+use ferry_vfs::sync::{CacheAligned, lock};
 use ferry_vfs::{Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Ino, OFlags, Removals, Result, SessionId};
 use ferry_wire::fuse::{InitFlags, Negotiated};
 
@@ -109,7 +109,7 @@ pub struct Session {
     id: SessionId,
     negotiated: Negotiated,
     source: Arc<dyn FileSystem>,
-    shards: [Mutex<Shard>; SHARDS],
+    shards: [CacheAligned<Mutex<Shard>>; SHARDS],
     open_count: AtomicUsize,
     /// What generations are made with, where the client's kernel is to vouch for the numbers that it was told of.
     generations: Option<RandomState>,
@@ -148,7 +148,7 @@ impl Session {
         let finds = negotiated.has(InitFlags::EXPORT_SUPPORT) && source.features().by_number == ByNumber::Host;
         // What is written down outlives the key.
         let generations = (finds && record.is_none()).then(RandomState::new);
-        let shards = std::array::from_fn(|_| Mutex::default());
+        let shards = std::array::from_fn(|_| CacheAligned::default());
         let (id, waits) = (SessionId::unique(), Arc::default());
         let (readdirplus_auto, locks, journal_entries) =
             (ReaddirplusAuto::default(), HeldLocks::default(), Mutex::default());
@@ -205,7 +205,7 @@ impl Session {
 
     /// The inodes that the client knows of, but the root: for telling it that anything may have changed.
     pub fn inodes(&self) -> Vec<Ino> {
-        let shards = self.shards.iter().map(lock);
+        let shards = self.shards.iter().map(|shard| lock(shard));
         shards.flat_map(|shard| shard.references.keys().copied().collect::<Vec<_>>()).collect()
     }
 

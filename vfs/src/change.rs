@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
-use crate::sync::{read, write};
+use crate::sync::{CacheAligned, read, write};
 use crate::{Event, Ino, NameBuf, SessionId};
 
 /// One change of a source.
@@ -121,7 +121,8 @@ impl<F: Fn(&Change, SessionId) + Send + Sync> Listener for FnListener<F> {
     fn when_delivered(&self, _: DeliveryGuard) {}
 }
 
-type Listeners = Vec<(usize, Arc<dyn Listener>)>;
+/// Shared, so that a change counts one more user of them and not one of each.
+type Listeners = Arc<Vec<(usize, Arc<dyn Listener>)>>;
 
 #[derive(Default)]
 struct Shared {
@@ -129,7 +130,8 @@ struct Shared {
     /// How many of the listeners receive events.
     event_count: AtomicUsize,
     next: AtomicUsize,
-    listeners: RwLock<Listeners>,
+    /// Apart from the counts, which all CPUs can look at together.
+    listeners: CacheAligned<RwLock<Listeners>>,
 }
 
 /// The changes of one source. Its exports publish changes and subscribe to them. Without subscribers a change costs one
@@ -151,7 +153,7 @@ impl Changes {
     pub fn listen(&self, listener: impl Listener + 'static) -> Subscription {
         let id = self.0.next.fetch_add(1, Ordering::Relaxed);
         let mut listeners = write(&self.0.listeners);
-        listeners.push((id, Arc::new(listener)));
+        Arc::make_mut(&mut listeners).push((id, Arc::new(listener)));
         self.0.count(&listeners);
         Subscription { id, shared: Arc::downgrade(&self.0) }
     }
@@ -163,7 +165,7 @@ impl Changes {
             return;
         }
         let change = change();
-        for (_, listener) in self.listeners() {
+        for (_, listener) in self.listeners().iter() {
             listener.changed(&change, by);
         }
     }
@@ -190,13 +192,13 @@ impl Changes {
     /// cached.
     pub fn when_delivered(&self, then: impl FnOnce() + Send + 'static) {
         let guard = DeliveryGuard::new(then);
-        for (_, listener) in self.listeners() {
+        for (_, listener) in self.listeners().iter() {
             listener.when_delivered(guard.clone());
         }
     }
 
     fn listeners(&self) -> Listeners {
-        read(&self.0.listeners).clone()
+        Arc::clone(&read(&self.0.listeners))
     }
 }
 
@@ -232,7 +234,7 @@ impl Drop for Subscription {
     fn drop(&mut self) {
         if let Some(shared) = self.shared.upgrade() {
             let mut listeners = write(&shared.listeners);
-            listeners.retain(|(id, _)| *id != self.id);
+            Arc::make_mut(&mut listeners).retain(|(id, _)| *id != self.id);
             shared.count(&listeners);
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock};
 
-use crate::sync::{read, write};
+use crate::sync::{CacheAligned, read, write};
 use crate::{Errno, Handle, Ino, Result, SessionId};
 
 /// The number of shards: enough that threads which open and close files rarely contend; a power of two.
@@ -40,7 +40,7 @@ const ADOPTED_SLOTS_MAX: usize = 1 << 16;
 /// inode. A removed handle finds nothing, also when its slot is reused (until 2^32 later handles had the slot).
 #[derive(Debug)]
 pub struct Handles<T> {
-    shards: [RwLock<Shard<T>>; SHARDS],
+    shards: [CacheAligned<RwLock<Shard<T>>>; SHARDS],
     next: AtomicUsize,
 }
 
@@ -53,7 +53,7 @@ fn parts(handle: Handle) -> (u32, usize, usize) {
 
 impl<T> Default for Handles<T> {
     fn default() -> Self {
-        let shard = |_| RwLock::new(Shard { slots: Vec::new(), free: Vec::new() });
+        let shard = |_| CacheAligned(RwLock::new(Shard { slots: Vec::new(), free: Vec::new() }));
         Self { shards: std::array::from_fn(shard), next: AtomicUsize::new(0) }
     }
 }
@@ -147,7 +147,7 @@ impl<T> Handles<T> {
 
     /// Returns the number of open files and directories.
     pub fn len(&self) -> usize {
-        let count = |shard: &RwLock<Shard<T>>| {
+        let count = |shard: &CacheAligned<RwLock<Shard<T>>>| {
             let shard = read(shard);
             shard.slots.len() - shard.free.len()
         };

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use ferry_engine::FileId;
-use ferry_vfs::sync::{self, lock};
+use ferry_vfs::sync::{self, CacheAligned, lock};
 use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
 
 use crate::int_hasher::{BuildIntHasher, IntHasher};
@@ -306,8 +306,8 @@ impl Drop for Inode {
     }
 }
 
-type ByIno = RwLock<HashMap<u64, Arc<Inode>, BuildIntHasher>>;
-type ByKey = Mutex<HashMap<Key, Arc<Inode>, BuildIntHasher>>;
+type ByIno = CacheAligned<RwLock<HashMap<u64, Arc<Inode>, BuildIntHasher>>>;
+type ByKey = CacheAligned<Mutex<HashMap<Key, Arc<Inode>, BuildIntHasher>>>;
 
 /// A quarter stays each time, so that the amortized cost of removal is constant.
 fn shrink_tables<K: Eq + Hash, V>(map: &mut HashMap<K, V, BuildIntHasher>) {

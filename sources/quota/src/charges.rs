@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
-use ferry_vfs::sync::{read, write};
+use ferry_vfs::sync::{CacheAligned, read, write};
 use ferry_vfs::{Ino, Result};
 
 use crate::account::{Account, Reservation};
@@ -93,7 +93,7 @@ impl Charge {
     }
 }
 
-type Shard = RwLock<HashMap<u64, Arc<Charge>>>;
+type Shard = CacheAligned<RwLock<HashMap<u64, Arc<Charge>>>>;
 
 /// The charges of all inodes that are open, without a name, or being changed.
 #[derive(Debug)]

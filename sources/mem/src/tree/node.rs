@@ -5,6 +5,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use ferry_vfs::sync::CacheAligned;
 use ferry_vfs::{Errno, FileType, Ino, Result, Timespec, sync};
 
 use super::attrs::after;
@@ -228,11 +229,11 @@ type Shard<S> = HashMap<u64, Arc<Node<S>>, BuildHasherDefault<InoHasher>>;
 
 /// All inodes, by number.
 #[derive(Debug)]
-pub(crate) struct Table<S: Store>([RwLock<Shard<S>>; SHARDS]);
+pub(crate) struct Table<S: Store>([CacheAligned<RwLock<Shard<S>>>; SHARDS]);
 
 impl<S: Store> Table<S> {
     pub(crate) fn new() -> Self {
-        Self(std::array::from_fn(|_| RwLock::default()))
+        Self(std::array::from_fn(|_| CacheAligned::default()))
     }
 
     fn shard(&self, ino: Ino) -> (&RwLock<Shard<S>>, u64) {
