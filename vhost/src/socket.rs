@@ -10,10 +10,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{
     AtFlags, CWD, FileType, Gid, Mode, OFlags, Stat, chmodat, chownat, fstat, linkat, mkdirat, openat, statat, unlinkat,
 };
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 /// Whoever may connect acts with the server's rights, so that is its user alone, until the user says otherwise.
@@ -22,6 +23,8 @@ const MODE: Mode = Mode::from_raw_mode(0o600);
 const MODE_OF_GROUP: Mode = Mode::from_raw_mode(0o660);
 /// One VMM at a time is served; others wait here.
 const BACKLOG: i32 = 16;
+/// How long a server that holds a connection may take to end it, if it is dying.
+const DYING: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 /// The longest path that an address of a unix socket holds, in bytes (unix(7)).
 const PATH_BYTES_MAX: usize = 107;
 /// The longest name that fits behind `/proc/self/fd/`, the number of a descriptor, and a slash.
@@ -235,16 +238,31 @@ fn remove_stale(folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> Result<(),
     if FileType::from_raw_mode(found.st_mode) != FileType::Socket {
         return Err(SocketError::NotASocket(path.into()));
     }
+    let address = SocketAddrUnix::new(place(file.as_fd())).map_err(failed)?;
     // Whoever waits until a server takes a connection waits for one that is stopped as long as it is.
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(failed)?;
-    let address = SocketAddrUnix::new(place(file.as_fd())).map_err(failed)?;
-    match rustix::net::connect(&socket, &address) {
+    let connect = || {
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        rustix::net::connect(&socket, &address).map(|()| socket)
+    };
+    let connected = match connect() {
+        Ok(socket) if ends_soon(&socket) => connect(),
+        first => first,
+    };
+    match connected {
         // A full backlog is a server too.
-        Ok(()) | Err(Errno::AGAIN) => Err(SocketError::InUse(path.into())),
+        Ok(_) | Err(Errno::AGAIN) => Err(SocketError::InUse(path.into())),
         Err(Errno::CONNREFUSED) => unlinkat(folder, name, AtFlags::empty()).map_err(failed),
         Err(errno) => Err(failed(errno)),
     }
+}
+
+/// Returns whether the server ends a new connection within [`DYING`]: one that was killed is gone a moment after the process
+/// that was to be killed, because the processes that it has confined die after it.
+fn ends_soon(socket: &OwnedFd) -> bool {
+    let mut polled = [PollFd::new(socket, PollFlags::RDHUP)];
+    let found = retry_on_intr(|| rustix::event::poll(&mut polled, Some(&DYING)));
+    found.is_ok_and(|count| count > 0)
 }
 
 #[cfg(test)]
@@ -293,6 +311,21 @@ mod tests {
         std::thread::spawn(move || done.send(Socket::bind(&path)));
         let outcome = told.recv_timeout(std::time::Duration::from_secs(10)).expect("at once");
         assert!(matches!(outcome, Err(SocketError::InUse(_))), "{outcome:?}");
+    }
+
+    /// A server that was killed may be seen to listen for a moment: whoever starts it again at once succeeds.
+    #[test]
+    fn a_server_that_is_dying_is_replaced() {
+        let folder = Folder::new("dying");
+        let path = folder.0.join("s");
+        let dying = UnixListener::bind(&path).expect("a free path");
+        let death = std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            drop(dying);
+        });
+        let outcome = Socket::bind(&path);
+        death.join().expect("it only sleeps");
+        assert!(outcome.is_ok(), "{outcome:?}");
     }
 
     #[test]
