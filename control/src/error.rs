@@ -23,10 +23,10 @@ pub enum Error {
     },
     /// Another logger is installed in this process.
     #[error("cannot start logging: {0}")]
-    Start(#[source] tracing_subscriber::util::TryInitError),
+    Start(tracing_subscriber::util::TryInitError),
     /// The log cannot be changed.
     #[error("cannot change the log filter: {0}")]
-    Reload(#[source] tracing_subscriber::reload::Error),
+    Reload(tracing_subscriber::reload::Error),
     /// There is no system log.
     #[error("--syslog: no system log at {}: start one, or omit --syslog: {reason}", path.display())]
     Syslog {
@@ -84,7 +84,7 @@ pub enum Error {
     Socket(#[from] SocketError),
     /// A system call failed.
     #[error("the control socket: {0}")]
-    System(#[from] io::Error),
+    System(io::Error),
     /// The user of the client has no access.
     #[error("user {0} has no access")]
     NoAccess(u32),
@@ -146,4 +146,10 @@ pub enum Error {
     /// Files have no levels.
     #[error("the level of a file is requests, off or default, not {0:?}; other levels apply to whole processes")]
     LevelOfFile(String),
+}
+
+impl From<io::Error> for Error {
+    fn from(error: io::Error) -> Self {
+        Self::System(error)
+    }
 }

@@ -49,7 +49,13 @@ pub(crate) enum LostError {
     Files,
     /// Something else.
     #[error("the socket is lost: {0}")]
-    System(#[from] Errno),
+    System(Errno),
+}
+
+impl From<Errno> for LostError {
+    fn from(error: Errno) -> Self {
+        Self::System(error)
+    }
 }
 
 /// A message or a reply.

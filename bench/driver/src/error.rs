@@ -7,20 +7,20 @@ use std::time::Duration;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The socket could not be connected to.
-    #[error("cannot connect to {path}: {source}")]
+    #[error("cannot connect to {path}: {reason}")]
     Connect {
         /// The socket's path.
         path: String,
         /// Why not.
-        source: io::Error,
+        reason: io::Error,
     },
     /// A vhost-user message failed.
-    #[error("vhost-user: {what} failed: {source}")]
+    #[error("vhost-user: {what} failed: {reason}")]
     Vhost {
         /// The message.
         what: &'static str,
         /// Why.
-        source: vhost::Error,
+        reason: vhost::Error,
     },
     /// The server does not offer what the configuration needs.
     #[error("the server does not offer {0}")]

@@ -87,7 +87,7 @@ impl std::fmt::Debug for Link {
 
 /// Sends a message under watch, and names it when it fails.
 fn tell<T>(dog: &Watchdog, what: &'static str, message: impl FnOnce() -> vhost::Result<T>) -> Result<T> {
-    dog.during(message).map_err(|source| Error::Vhost { what, source })
+    dog.during(message).map_err(|reason| Error::Vhost { what, reason })
 }
 
 impl Link {
@@ -369,13 +369,13 @@ fn describe(region: &Region) -> VhostUserMemoryRegionInfo {
 pub(crate) fn connect(path: &Path, within: Duration) -> Result<UnixStream> {
     let end = Instant::now() + within;
     loop {
-        let source = match UnixStream::connect(path) {
+        let reason = match UnixStream::connect(path) {
             Ok(stream) => return Ok(stream),
             Err(error) => error,
         };
-        let early = matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused);
+        let early = matches!(reason.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused);
         if !early || Instant::now() > end {
-            return Err(Error::Connect { path: path.display().to_string(), source });
+            return Err(Error::Connect { path: path.display().to_string(), reason });
         }
         std::thread::sleep(CONNECT_PAUSE);
     }

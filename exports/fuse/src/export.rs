@@ -60,10 +60,10 @@ pub enum Error {
     },
     /// The first messages.
     #[error("the kernel and we did not agree on how to speak: {0}")]
-    Handshake(#[source] std::io::Error),
+    Handshake(std::io::Error),
     /// Threads.
     #[error("cannot start the threads of the mount: {0}; raise the limits of threads and descriptors (ulimit -u, -n)")]
-    Threads(#[source] std::io::Error),
+    Threads(std::io::Error),
 }
 
 /// A mounted source, until this is dropped or the mount is unmounted.

@@ -225,7 +225,10 @@ fn is_cut(error: &anyhow::Error) -> bool {
 
 fn is_any_of(error: &anyhow::Error, kinds: &[ErrorKind]) -> bool {
     let is_one = |error: &std::io::Error| kinds.contains(&error.kind());
-    error.chain().any(|cause| cause.downcast_ref().is_some_and(is_one))
+    error.chain().any(|cause| match cause.downcast_ref() {
+        Some(ferry_control::Error::System(error)) => is_one(error),
+        _ => cause.downcast_ref().is_some_and(is_one),
+    })
 }
 
 /// Returns the status of the running servers, in the order of their process ids.

@@ -28,6 +28,7 @@ mod disk_qemu;
 mod disk_requests;
 mod disk_survives;
 mod drop_in;
+mod error_causes;
 mod events;
 mod events_agent;
 mod events_beside;

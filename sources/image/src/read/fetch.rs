@@ -142,12 +142,12 @@ impl Pack {
                     (run, servers) = (receiver.left(), servers + 1);
                 }
                 (Some(bad), _) => break Err(bad),
-                (None, Err(source)) => {
-                    break Err(ObjectError::Fetch { pack: self.index.pack, digest: receiver.current(), source });
+                (None, Err(reason)) => {
+                    break Err(ObjectError::Fetch { pack: self.index.pack, digest: receiver.current(), reason });
                 }
                 (None, Ok(())) if !receiver.is_complete() => {
-                    let source = ErrorKind::UnexpectedEof.into();
-                    break Err(ObjectError::Fetch { pack: self.index.pack, digest: receiver.current(), source });
+                    let reason = ErrorKind::UnexpectedEof.into();
+                    break Err(ObjectError::Fetch { pack: self.index.pack, digest: receiver.current(), reason });
                 }
                 (None, Ok(())) => break Ok(()),
             }
@@ -202,10 +202,10 @@ impl Pack {
     fn find_nearby(&self, absent: &PartialPack, at: usize) -> Result<bool, ObjectError> {
         let object = &self.index.objects[at];
         let (pack, digest) = (self.index.pack, object.digest);
-        let unreadable = |source| ObjectError::Unreadable { pack, digest, source };
+        let unreadable = |reason| ObjectError::Unreadable { pack, digest, reason };
         if object.is_zeros() && !self.is_sound(object).map_err(unreadable)? {
             let zeros = vec![0; usize::try_from(object.padded()).unwrap_or_default()];
-            self.put(at, &zeros).map_err(|source| ObjectError::Keep { pack, source })?;
+            self.put(at, &zeros).map_err(|reason| ObjectError::Keep { pack, reason })?;
         }
         if object.bytes == 0 {
             if digest != chunk::digest(&[]) {
@@ -264,7 +264,7 @@ impl Pack {
         if copied.is_ok() {
             absent.common.deduplicated_bytes.fetch_add(object.bytes, Ordering::Relaxed);
         }
-        copied.map(|()| true).map_err(|source| ObjectError::Keep { pack: self.index.pack, source })
+        copied.map(|()| true).map_err(|reason| ObjectError::Keep { pack: self.index.pack, reason })
     }
 
     /// Writes verified bytes at their location, with zero padding, because other bytes may be there.

@@ -190,7 +190,7 @@ impl Files {
         run: Range<usize>,
         may_ask_another: bool,
     ) -> Result<Option<Range<usize>>, ObjectError> {
-        let keep = |error: Error| ObjectError::Keep { pack: absent.image, source: of_store(error) };
+        let keep = |error: Error| ObjectError::Keep { pack: absent.image, reason: of_store(error) };
         let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(None) };
         let mut receiver = Receiver::begin(self, absent, run.clone()).map_err(keep)?;
         let from = absent.begins[run.start] + receiver.had_bytes();
@@ -215,10 +215,10 @@ impl Files {
                 Ok(Some(came_to..run.end))
             }
             (Some(bad), _) => Err(bad),
-            (None, Err(source)) => Err(ObjectError::Fetch { pack: absent.image, digest: current, source }),
+            (None, Err(reason)) => Err(ObjectError::Fetch { pack: absent.image, digest: current, reason }),
             (None, Ok(())) if of_empty.is_ok() && came_to < run.end => {
-                let source = io::ErrorKind::UnexpectedEof.into();
-                Err(ObjectError::Fetch { pack: absent.image, digest: current, source })
+                let reason = io::ErrorKind::UnexpectedEof.into();
+                Err(ObjectError::Fetch { pack: absent.image, digest: current, reason })
             }
             (None, Ok(())) => of_empty.map(|()| None),
         };
@@ -348,7 +348,7 @@ impl<'a> Receiver<'a> {
                 incoming.got += now.len() as u64;
                 Ok(())
             });
-            outcome.map_err(|source| ObjectError::Keep { pack: self.absent.image, source })?;
+            outcome.map_err(|reason| ObjectError::Keep { pack: self.absent.image, reason })?;
             bytes = later;
         }
         Ok(())
@@ -366,7 +366,7 @@ impl<'a> Receiver<'a> {
     /// Completes an object.
     fn end(&mut self, digest: Digest, bytes: u64) -> Result<(), ObjectError> {
         let pack = self.absent.image;
-        let keep = |source| ObjectError::Keep { pack, source };
+        let keep = |reason| ObjectError::Keep { pack, reason };
         self.incoming().map_err(keep)?;
         let Some(Incoming { file, place, mut hasher, .. }) = self.current.take() else { return Ok(()) };
         // From here on it is removed, unless it gets its name.

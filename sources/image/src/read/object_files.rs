@@ -127,7 +127,7 @@ impl Files {
         }
         let (file, found) = self.open_object(path, bytes)?;
         if !self.was_proved(&found, digest) {
-            let unreadable = |source| ObjectError::Object { path: self.name(path), source };
+            let unreadable = |reason| ObjectError::Object { path: self.name(path), reason };
             let measured = measure(&file, bytes).map_err(unreadable)?;
             if measured != digest {
                 return Err(ObjectError::Changed { path: self.name(path), digest: measured });
@@ -157,7 +157,7 @@ impl Files {
 
     /// Opens an object of this length, and returns its identity.
     fn open_object(&self, path: &[u8], bytes: u64) -> Result<(File, fs::Metadata), ObjectError> {
-        let unreadable = |source: io::Error| ObjectError::Object { path: self.name(path), source };
+        let unreadable = |reason: io::Error| ObjectError::Object { path: self.name(path), reason };
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
         let fd = rustix::fs::openat2(&self.root, path, flags, Mode::empty(), resolve);

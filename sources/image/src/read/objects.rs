@@ -236,7 +236,7 @@ impl Objects {
         let limit = pack.absent.as_ref().and_then(|absent| absent.common.limit.as_ref());
         let held: Option<Vec<_>> = limit.map(|limit| objects.map(|at| limit.hold((number, at))).collect());
         let outcome = self.verify_read(number, offset, out.len() as u64).and_then(|()| {
-            let unreadable = |source| ObjectError::Unreadable { pack: pack.index.pack, digest, source };
+            let unreadable = |reason| ObjectError::Unreadable { pack: pack.index.pack, digest, reason };
             pack.file.read_exact_at(out, offset).map_err(unreadable)
         });
         drop(held);
@@ -277,7 +277,7 @@ impl Objects {
         let file = self.object(Some(&path), Some(object.digest), object.bytes)?;
         let wanted = usize::try_from(object.bytes.saturating_sub(offset)).unwrap_or(usize::MAX).min(out.len());
         let unreadable =
-            |error: rustix::io::Errno| ObjectError::Object { path: object.digest.hex().into(), source: error.into() };
+            |error: rustix::io::Errno| ObjectError::Object { path: object.digest.hex().into(), reason: error.into() };
         rustix::io::pread(&*file, &mut out[..wanted], offset).map_err(unreadable)
     }
 
@@ -404,7 +404,7 @@ impl Objects {
             let mut last = vec![0; usize::try_from(rest).unwrap_or_default()];
             // What follows the end is unknown.
             let unreadable =
-                |source| ObjectError::Object { path: OsStr::from_bytes(path.unwrap_or_default()).into(), source };
+                |reason| ObjectError::Object { path: OsStr::from_bytes(path.unwrap_or_default()).into(), reason };
             read_exact(&file, whole, &mut last).map_err(unreadable)?;
             let extent = Piece::Extent(Extent { file, offset: part.start }, whole - part.start);
             let pieces = [(whole > part.start).then_some(extent), (rest > 0).then_some(Piece::Bytes(last))];
@@ -480,7 +480,7 @@ impl Objects {
         for pack in &self.packs {
             let Some(wanted) = pack.index.verity.filter(|_| !pack.is_sealed && pack.absent.is_none()) else { continue };
             let bytes = pack.index.blocks * BLOCK_BYTES as u64;
-            let unreadable = |source| ObjectError::Unreadable { pack: pack.index.pack, digest: wanted, source };
+            let unreadable = |reason| ObjectError::Unreadable { pack: pack.index.pack, digest: wanted, reason };
             let found = parallel::digest(&pack.file, 0, bytes).map_err(unreadable)?;
             if found != wanted {
                 return Err(ObjectError::Sum { pack: pack.index.pack, wanted, found });

@@ -197,7 +197,7 @@ impl Pack {
         match outcome {
             Ok(true) => Ok(()),
             Ok(false) => Err(ObjectError::Damaged { pack, digest }),
-            Err(source) => Err(ObjectError::Unreadable { pack, digest, source }),
+            Err(reason) => Err(ObjectError::Unreadable { pack, digest, reason }),
         }
     }
 

@@ -75,7 +75,7 @@ impl<'a> Receiver<'a> {
         }
         let at = self.left.start;
         self.memory.resize(self.memory.len() + usize::from(object.padding), 0);
-        self.pack.put(at, &self.memory).map_err(|source| ObjectError::Keep { pack, source })?;
+        self.pack.put(at, &self.memory).map_err(|reason| ObjectError::Keep { pack, reason })?;
         self.memory.clear();
         (self.kept)(at);
         Ok(())

@@ -28,7 +28,7 @@ pub enum ObjectError {
     },
     /// The image is damaged.
     #[error("the image is damaged: {0}")]
-    Image(#[from] Flaw),
+    Image(Flaw),
     /// The image does not locate the object.
     #[error("the image does not say which object has its bytes")]
     NoPath,
@@ -75,22 +75,22 @@ pub enum ObjectError {
         digest: Digest,
     },
     /// An object cannot be read.
-    #[error("cannot read the object {}: {source}", path.display())]
+    #[error("cannot read the object {}: {reason}", path.display())]
     Object {
         /// The object.
         path: PathBuf,
         /// The cause.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
     /// A missing object cannot be fetched.
-    #[error("cannot fetch the object {digest} of {pack}: {source}")]
+    #[error("cannot fetch the object {digest} of {pack}: {reason}")]
     Fetch {
         /// The pack's name, or the digest of composefs's image.
         pack: Digest,
         /// The object.
         digest: Digest,
         /// The cause.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
     /// A fetched object does not have its digest.
     #[error("the object {digest} of {pack} came damaged, and was not kept")]
@@ -109,12 +109,12 @@ pub enum ObjectError {
         digest: Digest,
     },
     /// A fetched object cannot be stored.
-    #[error("cannot keep what was fetched of {pack}: {source}")]
+    #[error("cannot keep what was fetched of {pack}: {reason}")]
     Keep {
         /// The pack's name, or the digest of composefs's image.
         pack: Digest,
         /// The cause.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
     /// A pack with a cache limit has no permanent location.
     #[error("what is kept of the pack {pack} is bounded, so its objects have no place that lasts")]
@@ -123,15 +123,21 @@ pub enum ObjectError {
         pack: Digest,
     },
     /// An object in a pack cannot be read.
-    #[error("cannot read the object {digest} in the pack {pack}: {source}")]
+    #[error("cannot read the object {digest} in the pack {pack}: {reason}")]
     Unreadable {
         /// The pack's name.
         pack: Digest,
         /// The object.
         digest: Digest,
         /// The cause.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
+}
+
+impl From<Flaw> for ObjectError {
+    fn from(flaw: Flaw) -> Self {
+        Self::Image(flaw)
+    }
 }
 
 impl ObjectError {

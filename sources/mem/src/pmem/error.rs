@@ -122,20 +122,20 @@ pub enum DamageError {
         records: u64,
     },
     /// A record with a valid checksum that does not parse.
-    #[error("record {index} of the log: {source}")]
+    #[error("record {index} of the log: {reason}")]
     Record {
         /// Which one.
         index: u64,
         /// Why not.
-        source: CodecError,
+        reason: CodecError,
     },
     /// A record that parses but contradicts the tree.
-    #[error("record {index} of the log: {source}")]
+    #[error("record {index} of the log: {reason}")]
     Replay {
         /// Which one.
         index: u64,
         /// Why not.
-        source: ReplayError,
+        reason: ReplayError,
     },
     /// Blocks outside of the image, or blocks that two files have.
     #[error("inode {ino} has {count} blocks from block {block} on, which are outside the image or another file's, too")]

@@ -159,8 +159,8 @@ impl<'a> LoadedImage<'a> {
                     CodecError::Short
                 })
             });
-            if let Err(source) = parsed {
-                failed.map_or_else(|| on_damage(DamageError::Record { index, source }), Err)?;
+            if let Err(reason) = parsed {
+                failed.map_or_else(|| on_damage(DamageError::Record { index, reason }), Err)?;
             }
         }
         Ok(())
@@ -175,7 +175,7 @@ impl Files {
     /// Applies a map of record `index` to an existing file.
     pub(crate) fn apply(&mut self, index: u64, map: &Map) -> Result<(), DamageError> {
         if !is_possible(map) {
-            return Err(DamageError::Record { index, source: CodecError::Value { field: "piece" } });
+            return Err(DamageError::Record { index, reason: CodecError::Value { field: "piece" } });
         }
         let (size, extents) = self.0.entry(map.ino).or_default();
         extents.remove(map.from..map.to);

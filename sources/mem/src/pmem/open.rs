@@ -321,7 +321,7 @@ fn load(
         Item::Map(map) if !replay.is_file(map.ino) => on_damage(DamageError::NoFile { ino: map.ino.0 }),
         Item::Map(map) => files.apply(index, map).or_else(on_damage),
         Item::Tree(record) => match replay.apply(record) {
-            Err(source) => on_damage(DamageError::Replay { index, source }),
+            Err(reason) => on_damage(DamageError::Replay { index, reason }),
             Ok(()) => {
                 if let Record::Free { ino } = record {
                     files.remove(*ino);
@@ -334,7 +334,7 @@ fn load(
         let extents = take_blocks(&disk, ino, extents, on_damage)?;
         disk.insert(DataFile::new(ino, size, extents));
     }
-    replay.finish().map_err(|source| DamageError::Replay { index: found.len(), source })
+    replay.finish().map_err(|reason| DamageError::Replay { index: found.len(), reason })
 }
 
 /// Returns the disk of an image with all blocks free.

@@ -40,7 +40,13 @@ pub enum LayerError {
     Refused(String),
     /// Its blob cannot be read.
     #[error("cannot read a layer's table of contents: {0}")]
-    Read(#[from] io::Error),
+    Read(io::Error),
+}
+
+impl From<io::Error> for LayerError {
+    fn from(error: io::Error) -> Self {
+        Self::Read(error)
+    }
 }
 
 impl From<Refusal> for LayerError {
