@@ -19,14 +19,15 @@ fn an_agent_says_why_it_ends() {
         ": >ready
         mkdir /mnt/part /mnt/ro; mount --bind d /mnt/part; mount --bind . /mnt/ro; mount -o remount,bind,ro /mnt/ro
         for path in /none /usr /proc /mnt/part /mnt/ro; do {WATCH} agent $path 2>&1 & ended $!; done
+        # Each attempt has files of its own: what starts in the background empties them when it comes to run.
         at_once() {{
-            {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q ': ready' /tmp/log; sleep 0.2
+            rm -f /tmp/log; {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q ': ready' /tmp/log; sleep 0.2
             begin=$(date +%s%N); kill $agent; ended $agent >/tmp/ended; [ $(($(date +%s%N) - begin)) -lt 3000000000 ]
         }}
         at_once || at_once || at_once || at_once; cat /tmp/ended
         # An agent that has not asked yet comes after one that was started later.
         two() {{
-            {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q ': ready' /tmp/log
+            rm -f /tmp/log /tmp/log2; {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q ': ready' /tmp/log
             {WATCH} agent . 2>/tmp/log2 & other=$!; reach grep -q 'another agent' /tmp/log /tmp/log2
             grep -q 'another agent' /tmp/log || {{ wait $other || :; kill $agent; wait $agent || :; return 1; }}
         }}
