@@ -62,7 +62,9 @@ pub enum Error {
     #[error("the kernel and we did not agree on how to speak: {0}")]
     Handshake(std::io::Error),
     /// Threads.
-    #[error("cannot start the threads of the mount: {0}; raise the limits of threads and descriptors (ulimit -u, -n)")]
+    #[error(
+        "cannot start the threads of the mount: {0}; raise the limits of threads and descriptors (ulimit -u, ulimit -n)"
+    )]
     Threads(std::io::Error),
 }
 

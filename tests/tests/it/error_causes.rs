@@ -31,7 +31,9 @@ fn repeated(text: &str) -> Vec<String> {
         let unnamed = fields.iter().any(|line| line.contains("(#[source]") || line.contains("(#[from]"));
         let marked = fields.windows(2).filter(|pair| matches!(pair[0], "#[source]" | "#[from]"));
         let marked = marked.filter_map(|pair| pair[1].split_once(':')).map(|(name, _)| name.trim_start_matches("pub "));
-        let named = fields.iter().filter(|line| line.starts_with("source:")).map(|_| "source");
+        let is_source =
+            |line: &&&str| line.trim_start_matches("pub ").starts_with("source:") || line.contains("{ source:");
+        let named = fields.iter().filter(is_source).map(|_| "source");
         let is_told = |name: &str| message.contains(&format!("{{{name}}}")) || message.contains(&format!("{{{name}:"));
         if unnamed && is_told("0") || marked.chain(named).any(is_told) {
             found.push(message.to_owned());
@@ -56,8 +58,9 @@ fn no_error_tells_its_cause_twice() {
 fn causes_that_are_told_twice_are_found() {
     let unnamed = "#[error(\"no socket: {0}\")]\nSocket(#[from] io::Error),\n";
     let named = "#[error(\"no socket: {source}\")]\nSocket {\n/// Why.\nsource: io::Error,\n},\n";
+    let short = "#[error(\"no socket: {source}\")]\nSocket { source: io::Error },\n";
     let marked = "#[error(\"no socket: {why}\")]\nSocket {\n#[source]\nwhy: io::Error,\n},\n";
     let silent = "#[error(\"no socket\")]\nSocket(#[from] io::Error),\n";
     let alone = "#[error(\"no socket: {0}\")]\nSocket(io::Error),\n";
-    assert_eq!([unnamed, named, marked, silent, alone].map(|text| repeated(text).len()), [1, 1, 1, 0, 0]);
+    assert_eq!([unnamed, named, short, marked, silent, alone].map(|text| repeated(text).len()), [1, 1, 1, 1, 0, 0]);
 }

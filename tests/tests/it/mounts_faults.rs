@@ -125,6 +125,9 @@ fn too_few_descriptors() {
         } else {
             let text = sentence(&ran);
             assert!(text.contains("descriptor") && text.contains("ulimit -n"), "limit {limit}: {text}");
+            // The cause and the advice are given once.
+            assert!(text.matches("os error").count() <= 1, "limit {limit}: {text}");
+            assert_eq!(text.matches("ulimit -n").count(), 1, "limit {limit}: {text}");
             refused += 1;
         }
         assert_nothing_left(&at);
