@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use ferry_vfs::sync::lock;
+use ferry_vfs::sync::{CacheAligned, lock};
 use ferry_vfs::{Backing, Ino};
 
 use crate::connection::{Commit, LeftConnection};
@@ -89,7 +89,7 @@ pub struct SessionStore {
     geometry: Geometry,
     slots: Slots,
     /// Of each worker's journal.
-    places: Vec<Mutex<EntryUse>>,
+    places: Vec<CacheAligned<Mutex<EntryUse>>>,
     epoch: AtomicU64,
     /// The connection to the keeper, the last descriptor of this process that closes.
     line: Arc<Backing>,
@@ -171,7 +171,7 @@ impl SessionStore {
             memory,
             geometry,
             slots: Slots::default(),
-            places: (0..geometry.workers).map(|_| Mutex::default()).collect(),
+            places: (0..geometry.workers).map(|_| CacheAligned::default()).collect(),
             epoch: AtomicU64::new(epoch),
             line,
             in_flight,
@@ -246,7 +246,7 @@ impl SessionStore {
     }
 
     pub(crate) fn places(&self, worker: usize) -> Option<MutexGuard<'_, EntryUse>> {
-        self.places.get(worker).map(lock)
+        self.places.get(worker).map(|place| lock(place))
     }
 
     fn slot_words(&self) -> &[AtomicU64] {

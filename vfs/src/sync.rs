@@ -1,5 +1,4 @@
-//! Locks without poisoning, so that after a panic of one request the others continue, and values that no two CPUs contend
-//! for.
+//! Locks without poisoning, so that after a panic of one request the others continue, and values in cache lines of their own.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};

@@ -44,7 +44,7 @@ mod sys;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use ferry_vfs::sync::lock;
+use ferry_vfs::sync::{CacheAligned, lock};
 use ferry_vfs::{
     Attr, Backing, Caller, Changes, CopyRange, CreateArgs, Data, DirOutput, DirRange, Entry, Errno, FallocateFlags,
     Features, FileSystem, Handle, Ino, Input, IoRange, Lock, LockOutcome, Migrate, Name, OFlags, Output, RenameFlags,
@@ -89,7 +89,7 @@ pub struct Quota {
     files: Account,
     charges: Charges,
     /// Held while the names in a directory change, so that the inode that loses one is known.
-    dirs: [Mutex<()>; DIR_LOCKS],
+    dirs: [CacheAligned<Mutex<()>>; DIR_LOCKS],
     removals: Removals,
     counter: Arc<Counter>,
 }
@@ -124,7 +124,7 @@ impl Quota {
             bytes: Account::new(limits.bytes),
             files: Account::new(limits.files.unwrap_or(u64::MAX)),
             charges: Charges::default(),
-            dirs: [const { Mutex::new(()) }; DIR_LOCKS],
+            dirs: [const { CacheAligned(Mutex::new(())) }; DIR_LOCKS],
             removals: Removals::default(),
             counter: Arc::default(),
         };

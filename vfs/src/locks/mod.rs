@@ -23,7 +23,7 @@ use self::index::Query;
 use self::inode::{InodeLocks, Outcomes};
 use self::registry::{LINKS, OWNERS, RANGES, Registry, WAITERS};
 use self::waiting::ParkedRequest;
-use crate::sync::lock;
+use crate::sync::{CacheAligned, lock};
 use crate::{
     Caller, Errno, Handle, Handles, Ino, Lock, LockKind, LockOutcome, LockOwner, OFlags, Result, SessionId, Waiter,
 };
@@ -109,7 +109,7 @@ impl<T: Lockable> Default for Shard<T> {
 /// lock is released. A source calls [`Self::drop_owner`] in `flush` and [`Self::drop_handle`] in `release`.
 #[derive(Debug)]
 pub struct Locks<T: Lockable> {
-    shards: [Mutex<Shard<T>>; SHARDS],
+    shards: [CacheAligned<Mutex<Shard<T>>>; SHARDS],
     /// The number of inodes in all shards. It is mostly 0, and then no shard is locked.
     inodes: AtomicUsize,
     /// Locked while a shard is locked.
@@ -156,7 +156,7 @@ enum Attempt {
 impl<T: Lockable> Default for Locks<T> {
     fn default() -> Self {
         Self {
-            shards: std::array::from_fn(|_| Mutex::default()),
+            shards: std::array::from_fn(|_| CacheAligned::default()),
             inodes: AtomicUsize::new(0),
             registry: Mutex::default(),
             deadlock: Mutex::new(()),

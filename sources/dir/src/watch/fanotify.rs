@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ferry_vfs::sync::lock;
+use ferry_vfs::sync::{CacheAligned, lock};
 use ferry_vfs::{Change, Ino, NameBuf};
 
 use super::changes::{OwnChanges, WatchError, changes_of};
@@ -63,7 +63,7 @@ impl Group {
 }
 
 /// Hashes of handles with the inodes.
-type Hashed = Mutex<BTreeSet<(u64, Ino)>>;
+type Hashed = CacheAligned<Mutex<BTreeSet<(u64, Ino)>>>;
 
 /// The inodes that clients reference, by the hash of their handles.
 ///
@@ -89,7 +89,7 @@ fn hash(kind: i32, bytes: &[u8]) -> u64 {
 
 impl HandleIndex {
     pub(super) fn new() -> Self {
-        Self { shards: (0..SHARDS).map(|_| Mutex::default()).collect(), heard: AtomicU64::new(0) }
+        Self { shards: (0..SHARDS).map(|_| CacheAligned::default()).collect(), heard: AtomicU64::new(0) }
     }
 
     #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]

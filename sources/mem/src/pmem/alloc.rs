@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-use ferry_vfs::sync::lock;
+use ferry_vfs::sync::{CacheAligned, lock};
 
 use super::extents::Run;
 
@@ -23,7 +23,7 @@ pub(crate) struct Allocator {
     first: u64,
     blocks: u64,
     shard_blocks: u64,
-    shards: Vec<Mutex<Shard>>,
+    shards: Vec<CacheAligned<Mutex<Shard>>>,
     free: AtomicU64,
 }
 
@@ -44,7 +44,7 @@ impl Allocator {
             let start = first + index * shard_blocks;
             let count = shard_blocks.min((first + blocks).saturating_sub(start));
             let runs = if count > 0 { BTreeMap::from([(start, count)]) } else { BTreeMap::new() };
-            Mutex::new(Shard { runs, next: start })
+            CacheAligned(Mutex::new(Shard { runs, next: start }))
         };
         Self { first, blocks, shard_blocks, shards: (0..wanted).map(shard).collect(), free: AtomicU64::new(blocks) }
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use ferry_vfs::sync::{self, lock};
+use ferry_vfs::sync::{self, CacheAligned, lock};
 use ferry_vfs::{Errno, Ino, Result};
 
 use super::alloc::Allocator;
@@ -20,6 +20,8 @@ use super::medium::{Medium, Ranges};
 
 /// Shards of the table of files.
 const TABLE_SHARDS: usize = 16;
+
+type Shard = CacheAligned<RwLock<BTreeMap<Ino, Arc<File>>>>;
 
 /// The maximum number of pieces in one record of a file's blocks, well below the limit of a payload.
 pub(crate) const MAP_PIECES_MAX: usize = 32_768;
@@ -133,7 +135,7 @@ pub(crate) struct Disk {
     pub(crate) grace: Grace,
     pub(crate) read_only: bool,
     /// Ordered, so that iteration follows the order of creation in memory.
-    files: Vec<RwLock<BTreeMap<Ino, Arc<File>>>>,
+    files: Vec<Shard>,
     /// Held shared while blocks and sizes change, exclusively for a snapshot.
     gate: RwLock<()>,
     /// Empty without a second tier.
@@ -143,7 +145,7 @@ pub(crate) struct Disk {
 impl Disk {
     /// Puts the parts together.
     pub(crate) fn new(tier1: Tier, tier2: Option<Tier>, log: Log, grace: Grace, read_only: bool) -> Self {
-        let files = (0..TABLE_SHARDS).map(|_| RwLock::default()).collect();
+        let files = (0..TABLE_SHARDS).map(|_| CacheAligned::default()).collect();
         Self { tier1, tier2, log, grace, read_only, files, gate: RwLock::new(()), heat: Heat::default() }
     }
 
@@ -156,7 +158,7 @@ impl Disk {
         }
     }
 
-    fn shard(&self, ino: Ino) -> &RwLock<BTreeMap<Ino, Arc<File>>> {
+    fn shard(&self, ino: Ino) -> &Shard {
         &self.files[usize::try_from(ino.0 % TABLE_SHARDS as u64).unwrap_or(0)]
     }
 
