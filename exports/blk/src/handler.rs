@@ -25,10 +25,6 @@ const FILLED_BYTES_MAX: usize = 4 << 20;
 /// The chunk in bytes of a request that exceeds the copy budget.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// The maximum length in bytes of a request to a slow disk: the worker may have to carry it out, which delays other
-/// requests and the end of the device. Linux sends requests of some MiB by default.
-const SLOW_BYTES_MAX: usize = 1 << 30;
-
 static ZEROS: [u8; 4096] = [0; 4096];
 
 /// A transfer under way.
@@ -204,12 +200,6 @@ impl Handler {
         filled_bytes: usize,
         piece: impl Fn(BlockRange, usize) -> Result<(), Errno>,
     ) -> Answer {
-        if bytes > SLOW_BYTES_MAX {
-            self.state.ratelimited_log.warn(format_args!(
-                "a request of {bytes} bytes; on a disk that makes the guest wait, {SLOW_BYTES_MAX} are the most"
-            ));
-            return self.end_failed(chain, Status::IoError);
-        }
         let mut pieces = (0..bytes).step_by(PIECE_BYTES).map(|from| {
             let bytes = PIECE_BYTES.min(bytes - from) as u64;
             piece(BlockRange { offset: offset + from as u64, bytes, alignment: 1 }, from)

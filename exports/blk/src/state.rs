@@ -123,11 +123,11 @@ impl State {
         self.wants_cache.store(on, Ordering::Relaxed);
     }
 
-    /// Applies the negotiated features: if the driver can neither flush nor switch the cache, every write is durable.
+    /// Applies the negotiated features: every write of a driver that cannot flush is durable (section 5.2.5.2), and the configuration
+    /// space says so.
     pub(crate) fn negotiated(&self, features: DeviceFeatures) {
-        let can_choose = features.contains(DeviceFeatures::CONFIG_WCE);
-        self.can_choose.store(can_choose, Ordering::Relaxed);
-        self.can_flush.store(can_choose || features.contains(DeviceFeatures::FLUSH), Ordering::Relaxed);
+        self.can_choose.store(features.contains(DeviceFeatures::CONFIG_WCE), Ordering::Relaxed);
+        self.can_flush.store(features.contains(DeviceFeatures::FLUSH), Ordering::Relaxed);
     }
 
     /// Resets the state for another guest.

@@ -108,7 +108,7 @@ fn the_cache_mode_is_the_negotiated_one() {
         (true, flush, true, true),
         // What a driver before it has chosen, this one does not see.
         (true, flush, false, true),
-        (true, wce, true, true),
+        (true, wce, true, false),
         (true, DeviceFeatures::default(), true, false),
         (false, flush | wce, true, false),
     ] {

@@ -22,8 +22,8 @@ mod tests;
 
 pub use config::{Config, DeviceFeatures};
 pub use request::{
-    DISCARD_BYTES_MAX, HEADER_BYTES, ID_BYTES, Limits, RANGE_BYTES, RANGES_MAX, Range, Refusal, Request, Sizes, Status,
-    WRITE_ZEROES_BYTES_MAX,
+    DISCARD_BYTES_MAX, HEADER_BYTES, ID_BYTES, Limits, RANGE_BYTES, RANGES_MAX, REQUEST_BYTES_MAX, Range, Refusal,
+    Request, Sizes, Status, WRITE_ZEROES_BYTES_MAX,
 };
 
 /// The unit of all sectors on the wire, whatever the block size of the disk (section 5.2.4).

@@ -13,6 +13,9 @@ pub const RANGE_BYTES: usize = 16;
 pub const ID_BYTES: usize = 20;
 /// The maximum number of ranges in one request. File systems rarely send more, and each range is a system call.
 pub const RANGES_MAX: usize = 32;
+/// The maximum length of the data of a request, in bytes: a longer one would delay other requests and the end of the device. Linux
+/// sends requests of some MiB by default.
+pub const REQUEST_BYTES_MAX: usize = 1 << 30;
 /// The maximum length of one DISCARD range in bytes: freeing it is quick even in a fragmented file.
 pub const DISCARD_BYTES_MAX: u64 = 1 << 30;
 /// The maximum length of one WRITE_ZEROES range in bytes: writing the zeros takes a fraction of a second.
@@ -133,8 +136,11 @@ pub enum Refusal {
     #[error("request type {0} is not known")]
     Type(u32),
     /// The data is empty or not a whole number of blocks.
-    #[error("{0} bytes are not a whole number of blocks, or none")]
+    #[error("the data length of {0} bytes is not a positive multiple of the block size")]
     Length(usize),
+    /// The data is longer than [`REQUEST_BYTES_MAX`].
+    #[error("the data length of {0} bytes is more than {REQUEST_BYTES_MAX}")]
+    TooLong(usize),
     /// The sector is not at the start of a block.
     #[error("sector {0} is not at the start of a block")]
     Unaligned(u64),
@@ -206,6 +212,9 @@ impl Limits {
         let wide = bytes as u64;
         if bytes == 0 || !wide.is_multiple_of(self.block_bytes) {
             return Err(Refusal::Length(bytes));
+        }
+        if bytes > REQUEST_BYTES_MAX {
+            return Err(Refusal::TooLong(bytes));
         }
         let offset = self.within(sector, wide)?;
         if offset.is_multiple_of(self.block_bytes) { Ok(offset) } else { Err(Refusal::Unaligned(sector)) }

@@ -270,7 +270,7 @@ impl Image {
 }
 
 impl Tables {
-    /// Finds the clusters of tables, all of which must be within the file.
+    /// Finds the clusters of tables, each of which must be within the file, and have one table only.
     fn occupy(&mut self, shape: Shape, header: &Header, file_bytes: u64) -> io::Result<()> {
         self.occupied.insert(0);
         self.occupy_range(shape, header.l1_offset, u64::from(header.l1_entries) * 8);
@@ -284,7 +284,9 @@ impl Tables {
             if !shape.is_cluster(offset) || offset > file_bytes.saturating_sub(shape.cluster_bytes()) {
                 return Err(damaged(format!("a table at {offset} is no cluster of the file's {file_bytes} bytes")));
             }
-            self.occupied.insert(offset >> shape.cluster_bits);
+            if !self.occupied.insert(offset >> shape.cluster_bits) {
+                return Err(damaged(format!("the cluster at {offset} has several tables")));
+            }
         }
         Ok(())
     }

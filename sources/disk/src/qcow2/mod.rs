@@ -101,6 +101,14 @@ impl Qcow2Disk {
     }
 }
 
+/// Requests are carried out in pieces of this many bytes: the caller has a copy of the data, too.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Returns the length of the next piece of so many bytes.
+fn piece_bytes(bytes: u64) -> usize {
+    usize::try_from(bytes).map_or(PIECE_BYTES, |bytes| bytes.min(PIECE_BYTES))
+}
+
 impl Disk for Qcow2Disk {
     fn geometry(&self) -> Geometry {
         let shape = self.image.shape;
@@ -123,20 +131,37 @@ impl Disk for Qcow2Disk {
     }
 
     fn read(&self, at: &BlockRange, out: &mut dyn Output) -> Result<Data> {
-        let mut buffer = AlignedBuffer::new(usize::try_from(at.bytes).map_err(|_| Errno::INVAL)?);
-        self.image.read(buffer.bytes(), at.offset).map_err(|error| self.errno(error))?;
-        Ok(Data::Bytes(out.put(buffer.bytes())))
+        let mut buffer = AlignedBuffer::new(piece_bytes(at.bytes));
+        let mut done = 0;
+        while (done as u64) < at.bytes {
+            let piece = &mut buffer.bytes()[..piece_bytes(at.bytes - done as u64)];
+            self.image.read(piece, at.offset + done as u64).map_err(|error| self.errno(error))?;
+            let count = out.put(piece);
+            done += count;
+            if count < piece.len() {
+                break;
+            }
+        }
+        Ok(Data::Bytes(done))
     }
 
     fn write(&self, at: &BlockRange, durable: bool, input: &mut dyn Input) -> Result<Data> {
         self.writable()?;
-        let mut buffer = AlignedBuffer::new(usize::try_from(at.bytes).map_err(|_| Errno::INVAL)?);
-        let count = input.take(buffer.bytes());
-        if count > 0 {
-            self.image.write(&buffer.bytes()[..count], at.offset).map_err(|error| self.errno(error))?;
+        let mut buffer = AlignedBuffer::new(piece_bytes(at.bytes));
+        let mut done = 0;
+        while (done as u64) < at.bytes {
+            let piece = &mut buffer.bytes()[..piece_bytes(at.bytes - done as u64)];
+            let count = input.take(piece);
+            if count > 0 {
+                self.image.write(&piece[..count], at.offset + done as u64).map_err(|error| self.errno(error))?;
+            }
+            done += count;
+            if count < piece.len() {
+                break;
+            }
         }
         self.end_change(durable)?;
-        Ok(Data::Bytes(count))
+        Ok(Data::Bytes(done))
     }
 
     fn flush(&self) -> Result<Option<Arc<Backing>>> {
