@@ -235,7 +235,9 @@ pub(crate) fn has_left(stream: &UnixStream) -> bool {
 
 /// Tells that a message waits for descriptors; returns the time.
 pub(crate) fn warn_of_descriptors() -> Instant {
-    tracing::warn!("the descriptors of a message of the front end cannot be taken, and it waits: are there none left?");
+    tracing::warn!(
+        "cannot receive the descriptors of a vhost-user message (out of file descriptors?); the message waits"
+    );
     Instant::now()
 }
 

@@ -99,7 +99,7 @@ impl<D: Device> Connection<D> {
         let window = device.window_bytes().map(|bytes| Arc::new(Window::new(bytes)));
         let inflight = device.in_flight().map(|file| Area::open_own(file, device.queue_count()));
         let inflight = inflight.transpose().unwrap_or_else(|error| {
-            tracing::error!("what is in flight would be lost if this server were killed: {error}");
+            tracing::error!("no in-flight log; requests in flight are lost if this server is killed: {error}");
             None
         });
         let monitor_handle = MonitorHandle::default();
@@ -107,7 +107,7 @@ impl<D: Device> Connection<D> {
         let monitor = (device.spare_threads() > 0)
             .then(|| Monitor::start("vhost-monitor", monitor_handle, Box::new(|_, _, _| None)));
         let monitor = monitor.transpose().unwrap_or_else(|error| {
-            tracing::error!("a request that waits holds up its queue, for there is no thread to notice it: {error}");
+            tracing::error!("cannot start the monitor thread, so blocked requests delay their queue: {error}");
             None
         });
         Self {

@@ -29,6 +29,8 @@ pub(crate) enum MemoryError {
     TooMany,
     #[error("guest memory at {0:#x} overlaps another region")]
     Overlap(u64),
+    #[error("guest memory of {bytes} bytes at {address:#x} is empty or passes the end of the address space")]
+    Bounds { address: u64, bytes: u64 },
     #[error("there is no region of {bytes} bytes at {address:#x}")]
     Unknown { address: u64, bytes: u64 },
 }
@@ -94,9 +96,12 @@ impl Memory {
         file: File,
         was_added: bool,
     ) -> Result<Self, MemoryError> {
-        // The front end's message was checked for zero sizes and sums that overflow.
         let (guest_start, user_start) = (region.guest_phys_addr, region.user_addr);
         let (bytes, offset) = (region.memory_size, region.mmap_offset);
+        let wraps = [guest_start, user_start, offset].iter().any(|start| start.checked_add(bytes).is_none());
+        if bytes == 0 || wraps {
+            return Err(MemoryError::Bounds { address: guest_start, bytes });
+        }
         let overlaps =
             self.regions.iter().any(|r| guest_start < r.guest_start + r.bytes && r.guest_start < guest_start + bytes);
         if overlaps {
@@ -132,13 +137,15 @@ impl Memory {
         Ok(Self { regions })
     }
 
-    /// Whether the region that has this address of the front end's own is the same mapping here as in other memory.
+    /// Whether the regions that have this address of the front end's own are the same mappings here as in other memory. There may be
+    /// several: only guest addresses do not overlap.
     pub(crate) fn has_still(&self, before: &Self, address: u64) -> bool {
-        let of = |memory: &'_ Self| {
+        let of = |memory: &Self| -> Vec<*const Region> {
             let within = |region: &Region| address.checked_sub(region.user_start).is_some_and(|at| at < region.bytes);
-            memory.regions.iter().find(|region| within(region)).map(std::sync::Arc::as_ptr)
+            memory.regions.iter().filter(|region| within(region)).map(std::sync::Arc::as_ptr).collect()
         };
-        of(self).is_some_and(|region| of(before) == Some(region))
+        let found = of(self);
+        !found.is_empty() && found == of(before)
     }
 
     /// How many regions there are.
@@ -314,6 +321,35 @@ pub(crate) mod tests {
         assert!(matches!(memory.with(&region(0x10000, 0x2000), memfd(0x1000), false), Err(MemoryError::Short { .. })));
         assert!(memory.without(0x2000, 0x2000).unwrap().translate_user(0x1000_2000, 1, 1).is_none());
         assert!(memory.without(0x2000, 0x1000).is_err());
+    }
+
+    /// `ADD_MEM_REG` may have any numbers.
+    #[test]
+    fn regions_that_are_empty_or_wrap_around_are_refused() {
+        let memory = Memory::default().with(&region(0, 0x1000), memfd(0x1000), false).unwrap();
+        let good = region(0x10000, 0x1000);
+        let top = u64::MAX - 0xfff;
+        for bad in [
+            VhostUserMemoryRegion { memory_size: 0, ..good },
+            VhostUserMemoryRegion { guest_phys_addr: top, memory_size: 0x2000, ..good },
+            VhostUserMemoryRegion { user_addr: top, memory_size: 0x2000, ..good },
+            VhostUserMemoryRegion { mmap_offset: top, memory_size: 0x2000, ..good },
+        ] {
+            assert!(matches!(memory.with(&bad, memfd(0x2000), false), Err(MemoryError::Bounds { .. })));
+        }
+    }
+
+    /// A ring lies in whichever region has room for it; the other one must not vouch for it.
+    #[test]
+    fn a_ring_stays_only_if_all_regions_at_its_address_do() {
+        let at = |guest, bytes| VhostUserMemoryRegion { user_addr: 0x10000, ..region(guest, bytes) };
+        let short = Memory::default().with(&at(0, 0x1000), memfd(0x1000), false).unwrap();
+        let both = short.with(&at(0x10_0000, 0x10000), memfd(0x10000), true).unwrap();
+        assert!(both.translate_user(0x10400, 0x8000, 4).is_some() && both.has_still(&both.clone(), 0x10400));
+        let without_long = both.without(0x10_0000, 0x10000).unwrap();
+        assert!(!without_long.has_still(&both, 0x10400) && !both.has_still(&short, 0x10400));
+        assert!(!Memory::default().has_still(&Memory::default(), 0x10400));
+        assert!(both.has_still(&without_long, 0x5000) == both.has_still(&both.clone(), 0x5000));
     }
 
     #[test]

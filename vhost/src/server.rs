@@ -414,7 +414,7 @@ fn listen_lasting<D: Device>(
             heard => heard?,
         };
         if heard != Received::Done {
-            tracing::warn!("the front end's message {key:#x} to the server before cannot be repeated");
+            tracing::warn!("cannot replay the recorded front-end message {key:#x}");
         }
         lasting.reply()?;
     }

@@ -28,6 +28,9 @@ const REPLY_WITHIN: Duration = Duration::from_secs(30);
 const TOLD_WITHIN: Duration = Duration::from_secs(2);
 /// QEMU ends itself when a back end is to know of more than 512 regions, of its memory and all windows.
 const REGIONS_MAX: usize = 500;
+/// The maximum number of mappings in one window. Front ends that do not tell of regions have no limit of their own, and some mappings
+/// hold a descriptor here. A window of the maximum size has 240 chunks of 2 MiB, most of which are one mapping.
+const MAPPINGS_MAX: usize = 4096;
 /// More answers than servers that were killed one after another, each before it had caught up, have left unread.
 const CATCH_UP: u32 = 16;
 /// The least that front ends map.
@@ -43,8 +46,11 @@ pub enum WindowError {
     #[error("the front end cannot be asked any more")]
     Lost,
     /// The front end would not bear it.
-    #[error("the guest's memory is in {0} pieces already, and QEMU bears no more than 512")]
+    #[error("the VMM already has {0} memory regions; no more than {REGIONS_MAX} are used, because QEMU supports 512")]
     TooMany(usize),
+    /// The window has too many.
+    #[error("the window already has {0} mappings, the maximum")]
+    Full(usize),
     /// The file.
     #[error("the file cannot be mapped: {0}")]
     File(std::io::Error),
@@ -146,10 +152,10 @@ fn empty_page() -> rustix::io::Result<OwnedFd> {
 
 impl Window {
     pub(crate) fn new(bytes: u64) -> Self {
-        Self::wait_limit(bytes, REPLY_WITHIN, TOLD_WITHIN)
+        Self::with_timeouts(bytes, REPLY_WITHIN, TOLD_WITHIN)
     }
 
-    fn wait_limit(bytes: u64, reply_within: Duration, told_within: Duration) -> Self {
+    fn with_timeouts(bytes: u64, reply_within: Duration, told_within: Duration) -> Self {
         Self {
             bytes,
             reply_within,
@@ -185,6 +191,9 @@ impl Window {
             if state.regions >= REGIONS_MAX {
                 return Err(WindowError::TooMany(state.regions));
             }
+            if state.mapped.len() >= MAPPINGS_MAX {
+                return Err(WindowError::Full(state.mapped.len()));
+            }
             let line = state.line()?;
             // Before the front end hears of it, for it may tell of the region before it answers.
             state.mapped.insert(part.window_offset, KnownFile::new(id));
@@ -200,9 +209,7 @@ impl Window {
         }
         let is_told = self.wait_for_region(state)?;
         if !is_told {
-            tracing::error!(
-                "the front end says that it has mapped a part of a file, and does not tell of it as it should"
-            );
+            tracing::error!("the front end acknowledged a mapping, but did not send the memory region for it");
             // Whatever it has done: nobody is to count on it.
             self.undo(part)?;
             return Err(WindowError::Lost);
@@ -262,8 +269,8 @@ impl Window {
         file: Option<BorrowedFd<'_>>,
     ) -> Result<u64, ConnectionBroken> {
         let may_be_stale = lock(&self.state).may_be_stale;
-        let wait_limit = WaitLimit { within: self.reply_within, is_over: &|| lock(&self.state).ended };
-        channel::ask(line, (code, &message::body(part)), file, &wait_limit, may_be_stale)
+        let with_timeouts = WaitLimit { within: self.reply_within, is_over: &|| lock(&self.state).ended };
+        channel::ask(line, (code, &message::body(part)), file, &with_timeouts, may_be_stale)
     }
 
     /// The front end has mapped what the server before this one has asked it for.

@@ -23,7 +23,7 @@ use crate::slots::Slots;
 use crate::takeover::{Returned, Takeover};
 
 pub use commands::Port;
-use commands::Reading;
+use commands::PortReceiver;
 pub(crate) use commands::{Command, Control, Start, Stopped};
 pub use handler::{Answer, Placement, QueueHandler};
 use running::Running;
@@ -71,13 +71,13 @@ pub(crate) enum Ended {
 pub(crate) struct Worker<H: QueueHandler> {
     port: Arc<Port<H::Message>>,
     /// Ends with the last owner.
-    _reading: Reading<H::Message>,
+    _receiver: PortReceiver<H::Message>,
     last: Option<Arc<Backing>>,
     /// The chain that is being served.
     serving: Option<(usize, Chain)>,
     batcher: Batcher,
     coalescer: Coalescer,
-    habits: QueueOptions,
+    queue_options: QueueOptions,
     running: Vec<Running>,
     /// Where queues stopped; starting there again means that their chains are still out.
     stopped: Vec<(usize, u32)>,
@@ -160,18 +160,18 @@ impl<H: QueueHandler> Worker<H> {
     pub(crate) fn new(
         port: Arc<Port<H::Message>>,
         options: WorkerOptions,
-        habits: QueueOptions,
+        queue_options: QueueOptions,
         last: Option<Arc<Backing>>,
         ratelimited_log: Arc<RatelimitedLog>,
     ) -> Box<Self> {
         Box::new(Self {
-            _reading: Reading(Arc::clone(&port)),
+            _receiver: PortReceiver(Arc::clone(&port)),
             port,
             last,
             serving: None,
             batcher: Batcher::new(options.poll, batch::BOUND_MAX),
             coalescer: Coalescer::new(),
-            habits,
+            queue_options,
             running: Vec::new(),
             stopped: Vec::new(),
             slots: Slots::default(),
@@ -227,7 +227,7 @@ impl<H: QueueHandler> Worker<H> {
             let is_done = self.slots.moving() == 0 && !self.quit && !self.port.0.is_filled();
             // A batching worker already takes turns with the driver.
             if is_done
-                && !self.habits.gathers
+                && !self.queue_options.gathers
                 && let Some(rest) = self.coalescer.delay_after(took)
             {
                 context.busy_poll.sleep_for(rest);
@@ -271,7 +271,7 @@ impl<H: QueueHandler> Worker<H> {
     fn batcher(&mut self, context: &mut WorkerContext<H>) {
         let moving = self.slots.moving();
         let is_device_short = moving > 0 && moving < batch::DEVICE_BUSY_FROM;
-        if !self.habits.gathers || is_device_short || !context.busy_poll.is_free() {
+        if !self.queue_options.gathers || is_device_short || !context.busy_poll.is_free() {
             return;
         }
         let Self { batcher, running, port, .. } = self;
@@ -354,14 +354,14 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     fn poll(&mut self, context: &mut WorkerContext<H>) -> bool {
-        let Self { port, running, batcher, habits, .. } = self;
+        let Self { port, running, batcher, queue_options, .. } = self;
         let WorkerContext { transfers, busy_poll, .. } = context;
         let is_asked = || port.0.is_filled() || running.iter().any(Running::has_work);
         if busy_poll.will_poll() {
             transfers.submit();
         }
         let found = busy_poll.poll(|| is_asked() || transfers.has_events());
-        if found && habits.gathers && transfers.in_flight() >= batch::DEVICE_BUSY_FROM && busy_poll.is_free() {
+        if found && queue_options.gathers && transfers.in_flight() >= batch::DEVICE_BUSY_FROM && busy_poll.is_free() {
             batcher.wait_for_peers(is_asked);
         }
         found
@@ -401,7 +401,7 @@ impl<H: QueueHandler> Worker<H> {
         self.deliver_replies(context);
     }
 
-    /// Answers chains by the replies that came.
+    /// Completes chains by the replies that came.
     fn deliver_replies(&mut self, context: &mut WorkerContext<H>) {
         while let Some((token, message)) = self.slots.next_reply() {
             let Some(queue) = self.slots.queue(token) else { continue };

@@ -158,8 +158,10 @@ pub(crate) fn start<D: Device>(
     common.threads.spawn(crew.options().name, move || {
         let owner =
             takeover.as_ref().map_or_else(|| Watch::default().first_owner(), |takeover| takeover.watch.first_owner());
-        let habits = QueueOptions { gathers: crew.device.gathers(), registers_memory: crew.device.registers_memory() };
-        let worker = Worker::new(Arc::clone(&crew.port), crew.options(), habits, crew.device.last(), ratelimited_log);
+        let queue_options =
+            QueueOptions { gathers: crew.device.gathers(), registers_memory: crew.device.registers_memory() };
+        let worker =
+            Worker::new(Arc::clone(&crew.port), crew.options(), queue_options, crew.device.last(), ratelimited_log);
         match crew.context(takeover.clone(), owner) {
             Ok(context) => {
                 drop(crew);

@@ -226,7 +226,7 @@ pub enum Error {
     #[error(transparent)]
     TakeUp(#[from] RestoreError),
     /// The source's inodes cannot be identified by the next server.
-    #[error("only a directory's files can be found again by the next server")]
+    #[error("restarts need a source whose inodes the next server can identify: a directory")]
     NoIdentities,
     /// Memory for requests in flight.
     #[error("cannot allocate memory for requests in flight: {0}")]

@@ -102,8 +102,8 @@ impl PackedRing {
         (self.available, self.used) = (Place::from_bits(base), Place::from_bits(base >> 16));
         if let Begin::At(base) = begin {
             // Some front ends (User-mode Linux) begin a ring at 0, although its wrap counters begin at 1. A ring that
-            // has got here by itself holds a descriptor of the lap before, which has this flag.
-            if base == 0 && self.flags(0, Ordering::Acquire) & USED == 0 {
+            // has got here by itself holds the heads of the lap before, which have this flag; its tails do not.
+            if base == 0 && (0..size).all(|index| self.flags(index, Ordering::Acquire) & USED == 0) {
                 self.available = Place::FRESH;
             }
             if base >> 16 == 0 {

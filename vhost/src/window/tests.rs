@@ -29,7 +29,7 @@ fn reply(front: &mut UnixStream, code: u32, outcome: u64) {
 /// A window with a line to its front end, which takes so long at most.
 fn window(reply_within: Duration, told_within: Duration) -> (Arc<Window>, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let window = Arc::new(Window::wait_limit(1 << 20, reply_within, told_within));
+    let window = Arc::new(Window::with_timeouts(1 << 20, reply_within, told_within));
     window.attach(ours.into());
     (window, theirs)
 }

@@ -16,16 +16,16 @@ use crate::ring::{RingError, RingSetup};
 pub struct Port<M>(pub(crate) Mailbox<Command<M>>);
 
 impl<M> Port<M> {
-    /// Has the chain of this token answered. A token whose chain is gone is nobody's loss.
+    /// Completes the chain with this token. An unknown token is ignored.
     pub fn reply(&self, token: u64, message: M) {
         self.0.post(Command::Reply(token, message));
     }
 }
 
-/// The reading end of a port: whoever waits for an answer learns of its end.
-pub(super) struct Reading<M>(pub(super) Arc<Port<M>>);
+/// The receiver of a port. Dropped, it fails the requests that still wait for a reply.
+pub(super) struct PortReceiver<M>(pub(super) Arc<Port<M>>);
 
-impl<M> Drop for Reading<M> {
+impl<M> Drop for PortReceiver<M> {
     fn drop(&mut self) {
         self.0.0.close();
     }
@@ -43,13 +43,13 @@ pub(crate) enum Command<M> {
 #[derive(Debug)]
 pub(crate) enum Control {
     Start(usize, Start, Sender<Result<(), RingError>>),
-    /// Ends all that moves.
+    /// Completes the transfers of the ring, and then stops it.
     Stop(usize, Sender<Stopped>),
-    /// From now on, its chains lie here. The ring itself stays where it is.
+    /// The new guest memory for its chains. The ring itself stays where it is.
     Memory(usize, Memory),
-    /// From now on, the driver is signalled here.
+    /// Where the driver is signalled from now on.
     Call(usize, Option<Arc<OwnedFd>>),
-    /// From now on, the front end is told of errors here.
+    /// Where the front end is told of errors from now on.
     Error(usize, Option<Arc<OwnedFd>>),
     Quit,
 }

@@ -55,10 +55,10 @@ impl<H: QueueHandler> Worker<H> {
         };
         let owes_signal = log.is_some();
         if let (Some(log), Some(_), Begin::At(_)) = (&log, stopped_at, begin) {
-            // All that this process took of the ring before is answered, or of a driver that has begun anew.
+            // All that this process took of the ring before is answered, or of a driver that has started again.
             log.forget();
         }
-        if self.habits.registers_memory {
+        if self.queue_options.registers_memory {
             self.register(context, &memory);
         }
         let dirty = dirty.map(|log| Dirty::new(log, &memory, &setup));
@@ -67,7 +67,9 @@ impl<H: QueueHandler> Worker<H> {
             // They were given up when the state was saved.
             self.slots.drop_parked(queue);
             if !ring.take_resubmitted(resubmitted) {
-                tracing::warn!("queue {queue} has begun anew: what waited before its guest was to move is forgotten");
+                tracing::warn!(
+                    "queue {queue} was restarted from the beginning: requests that waited before the migration are dropped"
+                );
             }
         }
         ring.want_kicks(false);
@@ -143,7 +145,7 @@ impl<H: QueueHandler> Worker<H> {
         true
     }
 
-    /// Answers every chain whose answer comes on its own. Parked ones stay.
+    /// Completes every chain whose reply comes on its own. Parked ones stay.
     pub(super) fn drain(&mut self, context: &mut WorkerContext<H>) {
         let mut controls = Vec::new();
         loop {

@@ -440,7 +440,7 @@ impl Mapper {
     pub(super) fn failed(&self, what: &str, part: Part, error: &WindowError) -> Errno {
         self.ratelimited_log.warn(format_args!("{}: in the window, {part:x?} cannot be {what}: {error}", self.name));
         match error {
-            WindowError::TooMany(_) => Errno::NOMEM,
+            WindowError::TooMany(_) | WindowError::Full(_) => Errno::NOMEM,
             WindowError::Refused | WindowError::Lost | WindowError::File(_) => Errno::IO,
         }
     }

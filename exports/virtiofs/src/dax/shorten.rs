@@ -54,7 +54,7 @@ impl Window for MapperHandle {
 
     fn late(&self) {
         tracing::warn!(
-            "{}: the front end does not give up what is behind the new end of a file; it is cut all the same, and a touch there ends the virtual machine",
+            "{}: the front end did not unmap the range past the new end of a file in time; it is truncated anyway, and an access there ends the virtual machine (SIGBUS)",
             self.name
         );
     }
