@@ -17,7 +17,7 @@ const KNOWN: ABI = ABI::V6;
 #[derive(Clone, Copy, Debug)]
 pub enum LandlockRules<'a> {
     /// Only these files and the contents of these directories; `true`: read-only. Execution and device ioctls are
-    /// forbidden.
+    /// forbidden. Needs version 2 (Linux 5.19); with version 1 all files stay allowed.
     Below(&'a [(BorrowedFd<'a>, bool)]),
     /// All files, for servers that open files by handle. The kernel does not know the directory of such a file and
     /// would refuse access.
@@ -69,8 +69,13 @@ fn restrict(rules: LandlockRules<'_>, ports: &[u16]) -> std::result::Result<Rule
         .scope(Scope::from_all(KNOWN))?;
     let beneath = match rules {
         LandlockRules::Below(beneath) => {
-            ruleset = ruleset.handle_access(AccessFs::from_all(KNOWN))?;
-            beneath
+            // Version 1 cannot allow renames and links across directories, and would refuse them all.
+            if landlock_version() == Some(1) {
+                &[]
+            } else {
+                ruleset = ruleset.handle_access(AccessFs::from_all(KNOWN))?;
+                beneath
+            }
         }
         LandlockRules::AllFiles => &[],
     };

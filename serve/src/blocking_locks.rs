@@ -1,11 +1,10 @@
 //! Requests that wait for a lock, and how INTERRUPT ends them.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::sync::lock;
-use ferry_vfs::{Errno, Result, Waiter};
+use ferry_vfs::{Cancellation, Errno, Result, Waiter};
 
 /// INTERRUPTs of requests that are not parked, remembered for when they are: more than ever run at the same time,
 /// for the client sends one only while the request is under way.
@@ -25,8 +24,7 @@ struct WaitState {
 /// A request that waits.
 pub(crate) struct BlockedLock {
     stage: Mutex<WaitState>,
-    /// The client cancelled the request.
-    interrupted: Arc<AtomicBool>,
+    cancellation: Arc<Cancellation>,
 }
 
 impl BlockedLock {
@@ -59,9 +57,10 @@ impl BlockedLock {
     }
 
     fn interrupt(&self) {
-        // Before the answer, so that nobody grants what nobody wants.
-        self.interrupted.store(true, Ordering::Release);
-        self.end(Err(Errno::INTR));
+        // Before the answer, so that nobody grants what nobody wants. Whoever is granting the lock answers.
+        if self.cancellation.cancel() {
+            self.end(Err(Errno::INTR));
+        }
     }
 }
 
@@ -81,16 +80,16 @@ pub(crate) struct BlockedLocks(Mutex<State>);
 
 impl BlockedLocks {
     /// A waiter for request `unique`, which is answered by `answer`. A lock that is granted although the client was
-    /// told EINTR is passed to `give_back`.
+    /// told EINTR, by a source that does not claim waiters, is passed to `give_back`.
     pub(crate) fn waiter(
         self: &Arc<Self>,
         unique: u64,
         answer: impl FnOnce(Result<()>) + Send + 'static,
         give_back: impl FnOnce() + Send + 'static,
     ) -> (Waiter, Arc<BlockedLock>) {
-        let interrupted = Arc::new(AtomicBool::new(false));
+        let cancellation = Arc::<Cancellation>::default();
         let stage = WaitState { answer: Some(Box::new(answer)), ..WaitState::default() };
-        let wait = Arc::new(BlockedLock { stage: Mutex::new(stage), interrupted: Arc::clone(&interrupted) });
+        let wait = Arc::new(BlockedLock { stage: Mutex::new(stage), cancellation: Arc::clone(&cancellation) });
         let (waits, ended) = (Arc::clone(self), Arc::clone(&wait));
         let wake = move |outcome: Result<()>| {
             if ended.end(outcome) {
@@ -99,7 +98,7 @@ impl BlockedLocks {
                 give_back();
             }
         };
-        (Waiter::new(wake).until(interrupted), wait)
+        (Waiter::new(wake).until(cancellation), wait)
     }
 
     /// The source keeps the waiter: from now on the request can be interrupted.
@@ -202,6 +201,35 @@ mod tests {
             assert_eq!(*seen.0.lock().unwrap(), (answers.to_vec(), given_back), "{steps}");
             assert!(lock(&waits.0).parked.is_empty(), "{steps}: nothing is kept");
         }
+    }
+
+    /// Otherwise the lock would be given back after the client was told EINTR, and may have it again by then.
+    #[test]
+    fn an_interrupt_during_a_grant_is_too_late() {
+        for (is_granted, expected) in [(true, Ok(())), (false, Err(Errno::INTR))] {
+            let waits = Arc::new(BlockedLocks::default());
+            let (waiter, wait, seen) = waiter(&waits, 8);
+            waits.park(8, wait);
+            assert!(waiter.claim());
+            waits.interrupt(8);
+            assert!(seen.0.lock().unwrap().0.is_empty());
+            if is_granted {
+                waiter.wake(Ok(()));
+            } else {
+                assert!(!waiter.unclaim());
+                waiter.wake(Err(Errno::INTR));
+            }
+            assert_eq!(*seen.0.lock().unwrap(), (vec![expected], 0));
+            assert!(lock(&waits.0).parked.is_empty());
+        }
+        let waits = Arc::new(BlockedLocks::default());
+        let (waiter, wait, seen) = waiter(&waits, 8);
+        waits.park(8, wait);
+        assert!(waiter.claim() && waiter.unclaim() && waiter.is_waiting());
+        waits.interrupt(8);
+        assert!(!waiter.claim() && !waiter.is_waiting());
+        waiter.dismiss();
+        assert_eq!(*seen.0.lock().unwrap(), (vec![Err(Errno::INTR)], 0));
     }
 
     #[test]

@@ -12,7 +12,7 @@ pub(crate) const MAPPING_FLAGS: InitFlags = InitFlags::MAP_ALIGNMENT.union(InitF
 /// All of a file, as a part of it.
 pub(crate) const WHOLE: Range<u64> = 0..u64::MAX;
 
-/// Answers a request.
+/// Replies to a request.
 pub type MappingReply = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Maps files into a window of the client's memory, where it reads and writes them without asking anybody (FUSE

@@ -14,7 +14,7 @@ use crate::session::Session;
 /// How much a client may trust what it has seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cache {
-    /// Nothing: every look-up, attribute and read is asked for.
+    /// Nothing: every lookup, getattr and read is a request.
     None,
     /// Names and attributes for a second; data and length until the next open or a change that is seen (close-to-open).
     #[default]
@@ -41,13 +41,12 @@ pub enum Acl {
 const AUTO_TIMEOUT: Duration = Duration::from_secs(1);
 /// `Always` keeps them this long.
 const ALWAYS_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
-/// And this long where an agent vouches for it: so old can be what the client keeps when neither the agent nor its guard
-/// was there to have it dropped.
+/// The timeout while an agent holds a lease: the maximum age of what the client keeps if the agent and its guard both die.
 const LEASED_TIMEOUT: Duration = Duration::from_secs(10 * 60);
-/// And names no longer than this, where the client is to be told of changes and cannot be told that any name may have changed:
-/// when changes were missed, or are too many, it goes by names that are wrong for so long.
-const UNTOLD_TIMEOUT: Duration = Duration::from_secs(30);
-/// The minor version from which on it can be told that (`NOTIFY_INC_EPOCH`; Linux 6.16).
+/// The maximum timeout of names for clients without `NOTIFY_INC_EPOCH`: when changes were missed, or are too many, they cannot be
+/// told that any name may have changed.
+const NO_EPOCH_TIMEOUT: Duration = Duration::from_secs(30);
+/// The first minor version with `NOTIFY_INC_EPOCH` (Linux 6.16).
 const EPOCH_MINOR: u32 = 44;
 
 /// What a client may keep for a time that can be chosen.
@@ -91,13 +90,13 @@ struct Names {
     negative: Lifetime,
 }
 
-/// The files whose closes tell the source nothing: they release no lock, and nobody has to be told of data.
+/// Which files need a FLUSH when they are closed: it releases locks, and publishes data.
 #[derive(Clone, Copy, Debug)]
-enum UnannouncedCloses {
-    None,
-    /// Those that were opened for reading only.
-    OfReaders,
-    All,
+enum FlushPolicy {
+    Always,
+    /// Files that were opened for writing.
+    NotForReaders,
+    Never,
 }
 
 /// The share's policy. All but the times is worked out once.
@@ -108,15 +107,15 @@ pub(crate) struct Policy {
     /// The time of the cache mode.
     default_timeout: Duration,
     /// Clients are told of changes.
-    is_told: bool,
+    receives_notifications: bool,
     attr_timeout: Lifetime,
     /// What clients keep for long they keep for long only as long as they have an agent, and as for `Auto` otherwise.
     is_leased: bool,
     names: Names,
-    /// Of clients that cannot be told that any name may have changed.
-    names_untold: Names,
+    /// Of clients without `NOTIFY_INC_EPOCH`.
+    names_without_epoch: Names,
     direct_opens: bool,
-    unannounced_closes: UnannouncedCloses,
+    flush_policy: FlushPolicy,
     /// Opens show where a file ends now, if the client keeps attributes for a while.
     revalidates: bool,
     wanted: InitOptions,
@@ -196,10 +195,10 @@ impl Policy {
         let direct_opens = options.direct_opens;
         // A source that waits for somebody else would be asked by each open.
         let revalidates = (cache == Cache::Auto || is_leased) && !features.waits;
-        let unannounced_closes = match () {
-            () if options.single_client => UnannouncedCloses::All,
-            () if options.local_locks || features.constant && !features.posix_locks => UnannouncedCloses::OfReaders,
-            () => UnannouncedCloses::None,
+        let flush_policy = match () {
+            () if options.single_client => FlushPolicy::Never,
+            () if options.local_locks || features.constant && !features.posix_locks => FlushPolicy::NotForReaders,
+            () => FlushPolicy::Always,
         };
         let chosen = ChosenTimeouts {
             entry: options.entry_timeout,
@@ -210,13 +209,13 @@ impl Policy {
             cache,
             chosen: Mutex::new(chosen),
             default_timeout: default,
-            is_told: options.told && publishes,
+            receives_notifications: options.told && publishes,
             attr_timeout: Lifetime::default(),
             is_leased,
             names: Names::default(),
-            names_untold: Names::default(),
+            names_without_epoch: Names::default(),
             direct_opens,
-            unannounced_closes,
+            flush_policy,
             revalidates,
             wanted,
             required,
@@ -242,18 +241,18 @@ impl Policy {
         // Others may make the name at any time, and to see it late is worse than to see old attributes.
         let negative = chosen.negative.unwrap_or(if default > AUTO_TIMEOUT { entry } else { Duration::ZERO });
         let bound = |chosen: Option<Duration>, timeout: Duration| match chosen {
-            None if self.is_told => timeout.min(UNTOLD_TIMEOUT),
+            None if self.receives_notifications => timeout.min(NO_EPOCH_TIMEOUT),
             _ => timeout,
         };
         self.attr_timeout.set(chosen.attr.unwrap_or(default));
         self.names.entry.set(entry);
         self.names.negative.set(negative);
-        self.names_untold.entry.set(bound(chosen.entry, entry));
-        self.names_untold.negative.set(bound(chosen.negative, negative));
+        self.names_without_epoch.entry.set(bound(chosen.entry, entry));
+        self.names_without_epoch.negative.set(bound(chosen.negative, negative));
     }
 
     fn names(&self, agreed: &Negotiated) -> &Names {
-        if agreed.minor < EPOCH_MINOR { &self.names_untold } else { &self.names }
+        if agreed.minor < EPOCH_MINOR { &self.names_without_epoch } else { &self.names }
     }
 
     /// Whether listings may leave out inodes that the client does not look at: not if it knows names for longer.
@@ -336,13 +335,13 @@ impl Policy {
         open_flags | self.close_flags(flags)
     }
 
-    /// Whether the client says when it closes such a file. It does of one that could be written and has other clients: what was stored in it
-    /// by the client's kernel, or in a window, is told of then, and so is what became of that.
+    /// Whether closing such a file needs a FLUSH. A writable file with other clients does: the FLUSH publishes what was stored through
+    /// mappings, and reports write errors.
     pub(crate) fn close_flags(&self, flags: OFlags) -> OpenFlags {
-        match self.unannounced_closes {
-            UnannouncedCloses::OfReaders if flags & OFlags::ACCMODE != OFlags::RDONLY => OpenFlags::empty(),
-            UnannouncedCloses::None => OpenFlags::empty(),
-            UnannouncedCloses::OfReaders | UnannouncedCloses::All => OpenFlags::NOFLUSH,
+        match self.flush_policy {
+            FlushPolicy::NotForReaders if flags & OFlags::ACCMODE != OFlags::RDONLY => OpenFlags::empty(),
+            FlushPolicy::Always => OpenFlags::empty(),
+            FlushPolicy::NotForReaders | FlushPolicy::Never => OpenFlags::NOFLUSH,
         }
     }
 
@@ -361,7 +360,7 @@ mod tests {
     use super::*;
 
     /// Of entries, attributes and names that do not exist, with a client of this minor version.
-    fn store(options: &ShareOptions, publishes: bool, minor: u32) -> (Duration, Duration, Duration) {
+    fn timeouts_of(options: &ShareOptions, publishes: bool, minor: u32) -> (Duration, Duration, Duration) {
         let policy = Policy::new(options, Features::default(), publishes);
         let agreed = Negotiated { minor, ..Negotiated::BEFORE_INIT };
         let timeouts = policy.timeouts_max(&agreed);
@@ -378,12 +377,12 @@ mod tests {
             (Cache::Always, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
         ] {
             let plain = ShareOptions { cache, told: true, ..ShareOptions::default() };
-            assert_eq!(store(&plain, true, EPOCH_MINOR), expected, "{cache:?}");
+            assert_eq!(timeouts_of(&plain, true, EPOCH_MINOR), expected, "{cache:?}");
             let [entry, attr, negative] = [70, 80, 90].map(Duration::from_secs);
             let (entry_timeout, attr_timeout, negative_timeout) = (Some(entry), Some(attr), Some(negative));
             let chosen = ShareOptions { entry_timeout, attr_timeout, negative_timeout, ..plain };
             for minor in [EPOCH_MINOR - 1, EPOCH_MINOR] {
-                assert_eq!(store(&chosen, true, minor), (entry, attr, negative), "{cache:?}");
+                assert_eq!(timeouts_of(&chosen, true, minor), (entry, attr, negative), "{cache:?}");
             }
         }
     }
@@ -396,7 +395,7 @@ mod tests {
             (Cache::Always, LEASED_TIMEOUT, LEASED_TIMEOUT),
         ] {
             let options = ShareOptions { cache, events: true, ..ShareOptions::default() };
-            assert_eq!(store(&options, true, EPOCH_MINOR), (expected, expected, negative), "{cache:?}");
+            assert_eq!(timeouts_of(&options, true, EPOCH_MINOR), (expected, expected, negative), "{cache:?}");
         }
     }
 
@@ -436,13 +435,13 @@ mod tests {
     #[test]
     fn names_last_shorter_where_a_client_cannot_be_told_to_forget_all_of_them() {
         for (cache, told, publishes, expected) in [
-            (Cache::Always, true, true, (UNTOLD_TIMEOUT, ALWAYS_TIMEOUT, UNTOLD_TIMEOUT)),
+            (Cache::Always, true, true, (NO_EPOCH_TIMEOUT, ALWAYS_TIMEOUT, NO_EPOCH_TIMEOUT)),
             (Cache::Always, true, false, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
             (Cache::Always, false, true, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
             (Cache::Auto, true, true, (AUTO_TIMEOUT, AUTO_TIMEOUT, Duration::ZERO)),
         ] {
             let options = ShareOptions { cache, told, ..ShareOptions::default() };
-            assert_eq!(store(&options, publishes, EPOCH_MINOR - 1), expected, "{cache:?} {told} {publishes}");
+            assert_eq!(timeouts_of(&options, publishes, EPOCH_MINOR - 1), expected, "{cache:?} {told} {publishes}");
         }
     }
 }

@@ -78,12 +78,12 @@ impl Context<'_> {
         self.caller.uid == 0 && self.caller.gid == REPLAY_GID
     }
 
-    /// Answers at once.
+    /// Replies at once.
     pub(crate) fn done(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> Served {
         Served::Reply(self.tell(carrier, reply).bytes())
     }
 
-    /// Answers at once; says whether the client gets to know.
+    /// Replies at once; returns whether the client received it.
     pub(crate) fn tell(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> ReplyOutcome {
         reply::write(carrier, self.unique, self.session.negotiated(), reply)
     }
@@ -237,7 +237,7 @@ impl Server {
         let missing = self.share.policy.required - (wanted.flags & init.flags);
         if missing != InitFlags::empty() {
             let who = if wanted.flags.contains(missing) { "the client's kernel" } else { "the source" };
-            self.share.ratelimited_log.warn(format_args!("{who} has no {missing:?}, which is demanded; no mount"));
+            self.share.ratelimited_log.warn(format_args!("{who} lacks the required {missing:?}; INIT is refused"));
             return Err(InitError::ERRNO);
         }
         match negotiate(init, &wanted) {
@@ -247,10 +247,10 @@ impl Server {
                 let backings = backings.filter(|_| negotiated.has(InitFlags::PASSTHROUGH));
                 let passthrough = backings.map(|backings| Passthrough::new(Arc::clone(backings)));
                 let mappings = mappings.filter(|_| negotiated.has(InitFlags::MAP_ALIGNMENT)).cloned();
-                let store = init_of(init, &negotiated);
-                let record = self.slot.store.as_ref().map(|keeping| SessionRecord::begin(keeping, store));
+                let init_record = init_of(init, &negotiated);
+                let record = self.slot.store.as_ref().map(|store| SessionRecord::begin(store, init_record));
                 let source = Arc::clone(&self.share.source);
-                let session = Session::new(source, negotiated, passthrough, mappings, (store, record));
+                let session = Session::new(source, negotiated, passthrough, mappings, (init_record, record));
                 let session = if self.share.events { session.without_generations() } else { session };
                 self.slot.set_session(Some(Arc::new(session)));
                 Ok(reply::write(buffer, unique, &negotiated, &Reply::Init(answer)).bytes())

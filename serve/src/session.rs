@@ -409,7 +409,7 @@ impl Drop for Session {
         // A source that panics for one of them still gets the others.
         let sure = |give_back: &dyn Fn()| {
             if catch_unwind(AssertUnwindSafe(give_back)).is_err() {
-                tracing::error!("the source panicked when something of a client that ended was given back");
+                tracing::error!("the source panicked while releasing resources of a closed session");
             }
         };
         for shard in &self.shards {

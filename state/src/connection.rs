@@ -20,7 +20,7 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlag
 
 use crate::keeper::Packet;
 
-/// The maximum number of descriptors of a message and its reply: the limit of vhost-user, and one.
+/// The maximum number of descriptors of a message and its reply: 32, the limit of vhost-user, for the message, and one for the reply.
 pub(crate) const FILES_MAX: usize = 33;
 const NUMBERS: usize = 6;
 /// The longest message and reply.
@@ -31,21 +31,21 @@ pub type Records = BTreeMap<u64, (Vec<u8>, Vec<OwnedFd>)>;
 
 /// A connection that the previous server left.
 #[derive(Debug)]
-pub struct LeftConnection {
+pub struct InheritedConnection {
     /// The socket.
     pub socket: OwnedFd,
     /// The recorded messages of the front end.
     pub records: Records,
 }
 
-/// What came of a message.
+/// The outcome of one message.
 #[derive(Debug, Default)]
 pub struct Commit<'a> {
     /// The length of the message to take from the socket, in bytes.
     pub taken_bytes: usize,
     /// The key and contents of the record, which replaces a previous one with this key.
     pub record: Option<(u64, &'a [u8], &'a [OwnedFd])>,
-    /// What is recorded no more.
+    /// The keys of the records to remove.
     pub drops: &'a [u64],
     /// The reply to the front end; empty: none.
     pub reply: &'a [u8],
@@ -70,7 +70,7 @@ impl<'a> Commit<'a> {
 
 /// A decoded commit packet.
 #[derive(Debug)]
-struct DecodedStep {
+struct DecodedCommit {
     taken_bytes: usize,
     record: Option<(u64, Vec<u8>, Vec<OwnedFd>)>,
     drops: Vec<u64>,
@@ -78,7 +78,7 @@ struct DecodedStep {
     reply_files: Vec<OwnedFd>,
 }
 
-fn decode(body: &[u8], mut files: Vec<OwnedFd>) -> Option<DecodedStep> {
+fn decode(body: &[u8], mut files: Vec<OwnedFd>) -> Option<DecodedCommit> {
     let words = |bytes: &[u8]| -> Vec<u64> {
         bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
     };
@@ -93,12 +93,12 @@ fn decode(body: &[u8], mut files: Vec<OwnedFd>) -> Option<DecodedStep> {
     }
     let reply_files = files.split_off(record_files);
     let record = (numbers[1] != 0).then(|| (numbers[1], record.to_vec(), files));
-    Some(DecodedStep { taken_bytes, record, drops: words(drops), reply: reply.to_vec(), reply_files })
+    Some(DecodedCommit { taken_bytes, record, drops: words(drops), reply: reply.to_vec(), reply_files })
 }
 
-/// Makes a server's step.
-pub(crate) fn execute_step(packet: Packet, socket: BorrowedFd<'_>, records: &mut Records) -> Result<(), Errno> {
-    let DecodedStep { taken_bytes, record, drops, reply, reply_files } =
+/// Applies a commit.
+pub(crate) fn apply_commit(packet: Packet, socket: BorrowedFd<'_>, records: &mut Records) -> Result<(), Errno> {
+    let DecodedCommit { taken_bytes, record, drops, reply, reply_files } =
         decode(&packet.body, packet.files).ok_or(Errno::BADMSG)?;
     for key in drops {
         records.remove(&key);

@@ -360,7 +360,7 @@ fn serve(server: BorrowedFd<'_>, end: &OwnedFd, held: &mut HeldDescriptors) -> R
                 let socket = held.files.get(&CONNECTION).filter(|_| !packet.is_cut);
                 let is_done = socket.is_some();
                 if let Some(socket) = socket {
-                    connection::execute_step(packet, socket.as_fd(), &mut held.records)?;
+                    connection::apply_commit(packet, socket.as_fd(), &mut held.records)?;
                 }
                 send(server, (DONE, is_done.into()), &[], &[])?;
             }

@@ -28,7 +28,7 @@ mod saved;
 mod session_store;
 mod slots;
 
-pub use connection::{Commit, LeftConnection, Records};
+pub use connection::{Commit, InheritedConnection, Records};
 pub use folder::{Folder, FolderError};
 pub use journal::{Journal, JournalEntry};
 pub use keeper::{FRONT_END_AWAITED, KeeperConnection, KeeperError, SERVER_AWAITED, keep, listen};

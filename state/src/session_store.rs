@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use ferry_vfs::sync::{CacheAligned, lock};
 use ferry_vfs::{Backing, Ino};
 
-use crate::connection::{Commit, LeftConnection};
+use crate::connection::{Commit, InheritedConnection};
 use crate::journal::{self, EntryUse, Journal, JournalEntry};
 use crate::keeper::{CONNECTION, KeeperConnection, KeeperError};
 use crate::memory::{self, Memory};
@@ -96,7 +96,7 @@ pub struct SessionStore {
     in_flight: Mutex<Option<File>>,
     /// The state that the previous server left.
     left: Mutex<Option<PreviousSession>>,
-    left_connection: Mutex<Option<LeftConnection>>,
+    inherited_connection: Mutex<Option<InheritedConnection>>,
     /// The keeper holds the connection of a front end.
     has_connection: AtomicBool,
     /// The keeper's process id, if it sent one.
@@ -165,7 +165,7 @@ impl SessionStore {
             memory[RESTARTS].fetch_add(1, Ordering::AcqRel);
         }
         let in_flight = Mutex::new(files.remove(&IN_FLIGHT).map(File::from));
-        let left_connection = files.remove(&CONNECTION).map(|socket| LeftConnection { socket, records });
+        let inherited_connection = files.remove(&CONNECTION).map(|socket| InheritedConnection { socket, records });
         let epoch = memory[EPOCH].load(Ordering::Acquire);
         let kept = Self {
             memory,
@@ -176,8 +176,8 @@ impl SessionStore {
             line,
             in_flight,
             left: Mutex::default(),
-            has_connection: AtomicBool::new(left_connection.is_some()),
-            left_connection: Mutex::new(left_connection),
+            has_connection: AtomicBool::new(inherited_connection.is_some()),
+            inherited_connection: Mutex::new(inherited_connection),
             keeper,
             said: AtomicBool::new(false),
         };
@@ -305,8 +305,8 @@ impl SessionStore {
     }
 
     /// Returns the connection that the previous server left, once.
-    pub fn take_connection(&self) -> Option<LeftConnection> {
-        lock(&self.left_connection).take()
+    pub fn take_connection(&self) -> Option<InheritedConnection> {
+        lock(&self.inherited_connection).take()
     }
 
     /// Stores a new connection.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::{Backing, Data, Errno, Input, Output, Result};
 
-/// The size and the preferred units of a disk. Units are powers of two, or 0.
+/// The size and the preferred units of a disk, in bytes. Units are powers of two; those that are only preferred may be 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// The size in bytes, a multiple of [`Self::logical_block_bytes`].
@@ -114,7 +114,7 @@ pub trait Disk: Send + Sync {
     /// Reads a range. The export moves the bytes of an extent; fewer bytes than requested are an error there.
     fn read(&self, at: &BlockRange, out: &mut dyn Output) -> Result<Data>;
 
-    /// Writes a range. With `durable`, the write ends when the data would survive a power failure.
+    /// Writes a range. With `durable`, the write ends when the data would survive a power failure. The default returns `ROFS`.
     fn write(&self, at: &BlockRange, durable: bool, input: &mut dyn Input) -> Result<Data> {
         Err(Errno::ROFS)
     }
@@ -137,12 +137,14 @@ pub trait Disk: Send + Sync {
         Ok(None)
     }
 
-    /// Discards a range: frees its space. It may take long.
+    /// Discards a range: frees its space. The export has checked that it lies within the disk and consists of whole
+    /// [logical blocks](Geometry::logical_block_bytes). It may take long. The default returns `NOTSUP`.
     fn discard(&self, offset: u64, bytes: u64) -> Result<()> {
         Err(Errno::NOTSUP)
     }
 
-    /// Zeroes a range. `may_unmap` allows freeing its space. It may take long.
+    /// Zeroes a range, checked as for [`Self::discard`]. `may_unmap` allows freeing its space; `durable` is that of
+    /// [`Self::write`]. It may take long. The default returns `ROFS`.
     fn write_zeroes(&self, offset: u64, bytes: u64, may_unmap: bool, durable: bool) -> Result<()> {
         Err(Errno::ROFS)
     }

@@ -99,7 +99,7 @@ pub trait FileSystem: Send + Sync {
 
     /// Finds an inode by its number alone (the name `.`, which is no [`Name`]): the client has dropped its references
     /// and then opens a file handle (`open_by_handle_at(2)`, an NFS server). Called only for clients that
-    /// [`Features::by_number`] allows.
+    /// [`Features::by_number`] allows. The default returns `STALE`.
     fn lookup_self(&self, cx: &Caller<'_>, ino: Ino) -> Result<Entry> {
         Err(Errno::STALE)
     }
@@ -124,7 +124,7 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Returns the target of a symbolic link.
+    /// Returns the target of a symbolic link. Other inodes are `INVAL`.
     fn readlink(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         Err(Errno::NOSYS)
     }
@@ -159,7 +159,7 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Renames `from` to `to`, each a directory and a name (`renameat2`).
+    /// Renames `from` to `to`, each a directory and a name (`renameat2`). Flags that the source does not support are `INVAL`.
     fn rename(&self, cx: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
         Err(Errno::NOSYS)
     }
@@ -257,7 +257,8 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Returns the value of an extended attribute. `name` is not empty and contains no NUL.
+    /// Returns the value of an extended attribute. `name` is not empty and contains no NUL. An attribute that does not
+    /// exist is `NODATA`, a namespace that the source does not support `OPNOTSUPP`.
     fn getxattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         Err(Errno::NOSYS)
     }
@@ -268,7 +269,7 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Sets an extended attribute. With `clear_sgid`, clears sgid if a caller outside the file's group sets an ACL
+    /// Sets an extended attribute; `EXIST` or `NODATA` if `flags` ask for another state. With `clear_sgid`, clears sgid if a caller outside the file's group sets an ACL
     /// (`FUSE_SETXATTR_ACL_KILL_SGID`).
     fn setxattr(
         &self,
@@ -282,7 +283,7 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Removes an extended attribute.
+    /// Removes an extended attribute; `NODATA` if it does not exist.
     fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
         Err(Errno::NOSYS)
     }
@@ -293,7 +294,7 @@ pub trait FileSystem: Send + Sync {
         if self.features().posix_acl { crate::mode_without_acl(self, cx, ino, attr) } else { attr.mode }
     }
 
-    /// Checks the caller's permission (`R_OK`, `W_OK`, `X_OK` bits). Clients with `default_permissions` never call it.
+    /// Checks the caller's permission (`R_OK`, `W_OK`, `X_OK` bits of unistd.h). Clients with `default_permissions` never call it.
     fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
         Err(Errno::NOSYS)
     }
@@ -322,7 +323,7 @@ pub trait FileSystem: Send + Sync {
     }
 
     /// Carries out an ioctl whose argument is plain data: `input` is its input, and the result (at most `out_bytes_max`
-    /// bytes) its output. Return `NOTTY` for an ioctl that is not known to be safe. The source must check whether the
+    /// bytes) its output. Return `NOTTY`, as the default does, for an ioctl that is not known to be safe. The source must check whether the
     /// caller may: Linux checks owner and capabilities for `FS_IOC_SETFLAGS` and `FS_IOC_FSSETXATTR` only, since 5.13,
     /// and not for the numbers of 32-bit programs.
     fn ioctl(
@@ -337,7 +338,8 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOTTY)
     }
 
-    /// Allocates, punches, zeroes, collapses or inserts a range of a file.
+    /// Allocates, punches, zeroes, collapses or inserts `len` bytes of a file at `offset`. Flags that the source does not
+    /// support are `OPNOTSUPP`.
     fn fallocate(
         &self,
         cx: &Caller<'_>,
@@ -350,12 +352,13 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Returns the offset of the next data or hole.
+    /// Returns the offset of the next data or hole at or after `offset`, in bytes. An offset at or past the end of the file is `NXIO`.
     fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
         Err(Errno::NOSYS)
     }
 
-    /// Copies within the source. Returns the number of bytes copied, which may be less than requested.
+    /// Copies within the source. Returns the number of bytes copied, which may be less than requested. Ranges of one file
+    /// that overlap are `INVAL`.
     fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         Err(Errno::NOSYS)
     }

@@ -44,9 +44,9 @@
 //!
 //! Lengths and offsets are in bytes, [`Attr::blocks`](crate::Attr::blocks) in units of 512 bytes whatever the block
 //! size, [`Statfs`](crate::Statfs) in units of its `frsize`. A client may send any offset: compute with
-//! [`IoRange::end`](crate::IoRange::end) or `checked_add`. Times have nanoseconds. One READ or WRITE has at most 1 MiB,
-//! the value of an extended attribute 64 KiB, a name 255 bytes, a symbolic link 4,095 bytes. A longer result than
-//! requested is truncated.
+//! [`IoRange::end`](crate::IoRange::end) or `checked_add`. Times have nanoseconds. One WRITE has at most 1 MiB,
+//! one READ of Linux's client as much (an export accepts up to 16 MiB from others), the value of an extended attribute 64 KiB, a name
+//! 255 bytes, a symbolic link 4,095 bytes. A longer result than requested is truncated.
 //!
 //! # Handles
 //!

@@ -11,7 +11,7 @@
 //! * **Handles** ([`Handle`]) are open files and directories; each is released as often as the source returned it.
 //! * **Data** is returned as bytes or as an [`Extent`], a descriptor and an offset: see [`Data`].
 //!   The export then chooses the cheapest transfer for its boundary.
-//! * **Errors** are [`Errno`]s. A method that a source does not override returns [`Errno::NOSYS`].
+//! * **Errors** are [`Errno`]s. A method that a source does not override returns [`Errno::NOSYS`], unless it says otherwise.
 //! * **Permissions** are checked by the client's kernel (exports mount with `default_permissions`);
 //!   the [`Caller`] is the owner of new files.
 //! * **Calls** come from many threads at once. None may wait for long: a lock that must wait keeps its
@@ -163,8 +163,8 @@ pub use rustix::fs::{FallocateFlags, FileType, OFlags, RenameFlags, XattrFlags};
 /// A typed error number, as Linux names them.
 pub use rustix::io::Errno;
 pub use types::{
-    Attr, ByNumber, Caller, CopyRange, CreateArgs, Data, DirItem, DirRange, Entry, Features, Handle, Ino, IoRange,
-    Lock, LockKind, LockOutcome, LockOwner, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
+    Attr, ByNumber, Caller, Cancellation, CopyRange, CreateArgs, Data, DirItem, DirRange, Entry, Features, Handle, Ino,
+    IoRange, Lock, LockKind, LockOutcome, LockOwner, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
 };
 
 /// The result of every method of the contract.

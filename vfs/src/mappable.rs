@@ -12,7 +12,8 @@ pub trait Mappable {
     /// Returns a descriptor of the whole file: the same bytes at the same offsets, open for reading, and for writing too
     /// if `writes`. The file need not be open: Linux refers to it by inode. The descriptor stays valid when the file is
     /// unlinked. The source does not see reads and writes through the mapping. Before a source shortens such a file, it
-    /// has the file unmapped from all windows (`shortening` of the crate `ferry-engine`).
+    /// has the file unmapped from all windows (`shortening` of the crate `ferry-engine`). An inode that is no regular file is
+    /// `INVAL`; the other errors are those of `open(2)`.
     fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
         Err(Errno::NOSYS)
     }

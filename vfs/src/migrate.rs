@@ -29,7 +29,7 @@ pub trait Migrate {
     /// was created in the given scope. With [`IdentityScope::Host`] no client can have forged it. With
     /// [`IdentityScope::Handles`] its creator is trusted with file handles. Otherwise it may be forged, and must lead
     /// only to inodes that a lookup would find. `file` is open, and is used if the identity no longer leads to the inode.
-    /// `AGAIN`: another inode must be taken over first.
+    /// `AGAIN`: another inode must be taken over first ([`Self::adopted_after`]).
     fn adopt(
         &self,
         ino: Ino,
@@ -37,6 +37,12 @@ pub trait Migrate {
         identity: (&[u8], IdentityScope),
         file: Option<BorrowedFd<'_>>,
     ) -> Result<()>;
+
+    /// Returns the inode that must be taken over before the one with this identity, if it is known which.
+    fn adopted_after(&self, identity: &[u8]) -> Option<Ino> {
+        let _ = identity;
+        None
+    }
 
     /// Takes over an open file or directory under the number that it had in the other process: opens it with the same
     /// flags, or takes over its descriptor.

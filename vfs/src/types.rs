@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use crate::{Errno, Extent, FileType, OFlags, Result};
 
@@ -313,30 +313,80 @@ pub enum LockOutcome {
 /// A request for a lock that may wait. The source keeps it and calls [`Waiter::wake`] with the outcome;
 /// a waiter that is dropped (its handle was released, its client is gone) ends with `INTR`.
 ///
-/// A client may cancel a wait (after a signal). The source is not called then: before it grants a lock to a waiter or
-/// queues another one, it drops those that are no longer [waiting](Waiter::is_waiting). If a lock is granted too late,
-/// the export releases it by an unlock of the same range.
+/// A client may cancel a wait (after a signal). The source is not called then: before it queues another waiter, it drops those that
+/// are no longer [waiting](Waiter::is_waiting), and before it tries to grant a lock, it [claims](Waiter::claim) the waiter. If a source
+/// that cannot claim grants a lock too late, the export releases it by an unlock of the same range.
 pub struct Waiter {
     wake: Option<Box<dyn FnOnce(Result<()>) + Send>>,
-    cancelled: Option<Arc<AtomicBool>>,
+    cancellation: Option<Arc<Cancellation>>,
+}
+
+/// Whether a client still wants what it waits for; shared by who may cancel the wait and who may end it.
+#[derive(Debug, Default)]
+pub struct Cancellation(AtomicU8);
+
+impl Cancellation {
+    const WAITING: u8 = 0;
+    /// The source tries to grant the lock.
+    const CLAIMED: u8 = 1;
+    /// The same, and the client wants it no more.
+    const CLAIMED_LATE: u8 = 2;
+    const CANCELLED: u8 = 3;
+
+    /// The client wants the lock no more. Returns whether the wait has ended with that; otherwise the source is trying to grant the
+    /// lock, and wakes the waiter with the outcome (`INTR` if it fails).
+    pub fn cancel(&self) -> bool {
+        let next = |state| match state {
+            Self::WAITING => Some(Self::CANCELLED),
+            Self::CLAIMED => Some(Self::CLAIMED_LATE),
+            _ => None,
+        };
+        let before = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, next).unwrap_or_else(|state| state);
+        matches!(before, Self::WAITING | Self::CANCELLED)
+    }
+
+    /// Returns whether the wait has been cancelled.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Self::CANCELLED
+    }
+
+    fn claim(&self) -> bool {
+        self.0.compare_exchange(Self::WAITING, Self::CLAIMED, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    fn unclaim(&self) -> bool {
+        let next = |state| Some(if state == Self::CLAIMED { Self::WAITING } else { Self::CANCELLED });
+        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, next) == Ok(Self::CLAIMED)
+    }
 }
 
 impl Waiter {
     /// Creates a waiter that passes its outcome to `wake`.
     pub fn new(wake: impl FnOnce(Result<()>) + Send + 'static) -> Self {
-        Self { wake: Some(Box::new(wake)), cancelled: None }
+        Self { wake: Some(Box::new(wake)), cancellation: None }
     }
 
-    /// Ends the wait without a call once `cancelled` is true.
+    /// Lets the client cancel the wait.
     #[must_use]
-    pub fn until(mut self, cancelled: Arc<AtomicBool>) -> Self {
-        self.cancelled = Some(cancelled);
+    pub fn until(mut self, cancellation: Arc<Cancellation>) -> Self {
+        self.cancellation = Some(cancellation);
         self
     }
 
     /// Returns whether the client still waits for the lock.
     pub fn is_waiting(&self) -> bool {
-        !self.cancelled.as_ref().is_some_and(|cancelled| cancelled.load(Ordering::Acquire))
+        !self.cancellation.as_ref().is_some_and(|cancellation| cancellation.is_cancelled())
+    }
+
+    /// Begins an attempt to grant the lock: until [`Self::unclaim`] or [`Self::wake`], the client cannot end the wait. Returns whether
+    /// it still waits.
+    pub fn claim(&self) -> bool {
+        self.cancellation.as_ref().is_none_or(|cancellation| cancellation.claim())
+    }
+
+    /// Ends an attempt that was in vain. Returns whether the client still waits; if not, the waiter must be woken with `INTR`.
+    pub fn unclaim(&self) -> bool {
+        self.cancellation.as_ref().is_none_or(|cancellation| cancellation.unclaim())
     }
 
     /// Ends the wait.

@@ -1,10 +1,9 @@
 //! The carrier of requests and replies: a socket's messages, or a virtqueue's descriptor chains.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use ferry_engine::{BlockingPool, Carrier, ReplyBuffer};
-use ferry_vfs::Result;
+use ferry_vfs::{Cancellation, Result};
 
 use crate::read_ahead::ReadAhead;
 use crate::request_table::{ReplyBytes, Ticket};
@@ -37,7 +36,7 @@ pub(crate) trait Client: Send + Sync {
     fn may_park(&self) -> bool;
 
     /// Records that a request waits for a lock.
-    fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>);
+    fn park(&self, ticket: &Ticket, gone: &Arc<Cancellation>);
 
     /// Replies to a request if it is still in flight; returns whether it was.
     fn finish(&self, ticket: &Ticket, reply: ReplyBytes<'_>) -> bool;

@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
+use ferry_vfs::Cancellation;
 use ferry_vfs::sync::lock;
-use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Reply, Tag};
+use ferry_wire::ninep::{HEADER_BYTES, MSIZE_MIN, Reply, Tag};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
@@ -13,6 +14,7 @@ use rustix::net::Shutdown;
 use crate::carrier::Client;
 use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
 use crate::hub::Hub;
+use crate::inbox::{Inbox, RECEIVED_BYTES};
 use crate::outbox::{Collected, Out, Outbox, SendResult, Socket};
 use crate::request_table::{self, Outlet, RejectedRequest, ReplyBytes, RequestTable, Ticket};
 use crate::session::{self, Session};
@@ -24,65 +26,10 @@ const RUNNING_MAX: usize = 72;
 const RUNNING_BYTES_MAX: usize = 32 << 20;
 /// The minimum concurrency: one request that waits for a disk must not block all others.
 const RUNNING_MIN: usize = 4;
-/// Bytes that are received at once. Memory for longer messages grows with what comes, for an announced length alone must not take any.
-const RECEIVED_BYTES: usize = 64 << 10;
 /// A request that takes longer waits for something.
 const SLOW: Duration = Duration::from_micros(250);
 /// After two of them among 32, so many requests are served while others are, not one after the other.
 const PARALLEL_REQUESTS: u32 = 64;
-
-/// What was received and not served.
-#[derive(Debug, Default)]
-struct Inbox {
-    bytes: Vec<u8>,
-    /// Where the next message begins, and where the bytes end that were received.
-    start: usize,
-    end: usize,
-    /// Bytes on the client's account: the memory that is kept while no thread serves the connection.
-    charged_bytes: usize,
-    /// Since when a message is incomplete.
-    since: Option<Instant>,
-}
-
-impl Inbox {
-    /// The length of the next message, in bytes, if that is known.
-    fn next(&self) -> Option<usize> {
-        let head = self.bytes.get(self.start..self.end)?.first_chunk().copied()?;
-        Some(usize::try_from(Frame::bytes(head)).unwrap_or(usize::MAX))
-    }
-
-    fn has_message(&self) -> bool {
-        self.next().is_some_and(|bytes| bytes <= self.end - self.start)
-    }
-
-    /// Makes room for the next message, or for many short ones; returns where it ends.
-    fn make_room(&mut self) -> usize {
-        if self.start > 0 {
-            self.bytes.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
-        }
-        let wanted = self.next().unwrap_or_default();
-        let room = if wanted > RECEIVED_BYTES { wanted.min(self.end * 2 + RECEIVED_BYTES) } else { RECEIVED_BYTES };
-        if self.bytes.len() < room {
-            self.bytes.resize(room, 0);
-        }
-        room
-    }
-
-    /// Moves the next message, of this length, into a thread's memory.
-    fn take(&mut self, bytes: usize, message: &mut Vec<u8>) {
-        if bytes > RECEIVED_BYTES && self.start == 0 && self.end == bytes {
-            std::mem::swap(&mut self.bytes, message);
-        } else {
-            message.clear();
-            message.extend_from_slice(&self.bytes[self.start..self.start + bytes]);
-        }
-        self.start += bytes;
-        if self.start == self.end {
-            (self.start, self.end) = (0, 0);
-        }
-    }
-}
 
 /// The events to wait for.
 #[derive(Debug, Default)]
@@ -571,7 +518,7 @@ impl Client for Connection {
         lock(&self.exchange).request_table.may_park()
     }
 
-    fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>) {
+    fn park(&self, ticket: &Ticket, gone: &Arc<Cancellation>) {
         self.with_request_table(|request_table, out| request_table.park(out, ticket, gone));
     }
 

@@ -7,10 +7,11 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use ferry_engine::RateLimiter;
+use ferry_vfs::Cancellation;
 use ferry_vfs::sync::{lock, wait};
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -21,7 +22,7 @@ use crate::shrink::shrink;
 pub(crate) struct DelayedRequest<T> {
     pub(crate) request: T,
     /// Set when the request is cancelled.
-    pub(crate) gone: Arc<AtomicBool>,
+    pub(crate) gone: Arc<Cancellation>,
     /// The bytes that it is charged.
     pub(crate) cost_bytes: u64,
 }
@@ -63,8 +64,7 @@ impl<T> State<T> {
     /// Takes the cancelled requests of a client.
     fn take_cancelled(&mut self, client: Peer) -> VecDeque<DelayedRequest<T>> {
         let Some(waiting) = self.waiting.remove(&client) else { return VecDeque::new() };
-        let (gone, left) =
-            waiting.into_iter().partition::<VecDeque<_>, _>(|request| request.gone.load(Ordering::Acquire));
+        let (gone, left) = waiting.into_iter().partition::<VecDeque<_>, _>(|request| request.gone.is_cancelled());
         if left.is_empty() {
             self.turns.retain(|other| *other != client);
         } else {
@@ -196,14 +196,14 @@ mod tests {
         let limiter = RateLimiter::new(&ferry_engine::TokenBucket::new(None));
         let delayed = DelayedRequests::new(&limiter).unwrap();
         let [one, other] = [Peer::User(1), Peer::User(2)];
-        let gone: [_; 4] = std::array::from_fn(|_| Arc::new(AtomicBool::new(false)));
+        let gone: [_; 4] = std::array::from_fn(|_| Arc::<Cancellation>::default());
         let mut state = lock(&delayed.state);
         let order = [(one, "a"), (one, "b"), (one, "c"), (other, "x")];
         for ((client, request), gone) in order.into_iter().zip(&gone) {
             state.push(client, DelayedRequest { request, gone: Arc::clone(gone), cost_bytes: 0 });
         }
-        gone[1].store(true, Ordering::Release);
-        gone[3].store(true, Ordering::Release);
+        gone[1].cancel();
+        gone[3].cancel();
         let cancelled: Vec<_> = state.take_cancelled(one).into_iter().map(|request| request.request).collect();
         assert_eq!(cancelled, ["b"]);
         let left: Vec<_> = std::iter::from_fn(|| state.pop()).map(|request| request.request).collect();

@@ -44,6 +44,7 @@ mod connection;
 mod delayed_requests;
 mod device;
 mod hub;
+mod inbox;
 mod message;
 mod options;
 mod outbox;

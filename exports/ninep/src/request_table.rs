@@ -3,9 +3,8 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferry_vfs::Errno;
+use ferry_vfs::{Cancellation, Errno};
 use ferry_wire::ninep::{Reply, Tag};
 
 use crate::clients::{Charge, Resource};
@@ -54,7 +53,7 @@ struct ActiveRequest {
     /// Flushes that wait for it.
     flushes: Vec<Tag>,
     /// It waits for a lock; set when the request is cancelled.
-    gone: Option<Arc<AtomicBool>>,
+    gone: Option<Arc<Cancellation>>,
     /// It is a flush itself.
     is_flush: bool,
     /// One that waits is on its client's account.
@@ -131,7 +130,7 @@ impl RequestTable {
     pub(crate) fn begin(&mut self, out: &mut dyn Outlet, session: Option<Arc<Session>>) -> Option<Arc<Session>> {
         for (_, asked) in self.requests.drain() {
             if let Some(gone) = &asked.gone {
-                gone.store(true, Ordering::Release);
+                gone.cancel();
                 self.has_cancelled = true;
             }
             // Others are still being served, and come to their end by themselves.
@@ -163,13 +162,13 @@ impl RequestTable {
     }
 
     /// Records that a request waits for a lock, unless it has a reply or was flushed meanwhile.
-    pub(crate) fn park(&mut self, out: &mut dyn Outlet, ticket: &Ticket, gone: &Arc<AtomicBool>) {
+    pub(crate) fn park(&mut self, out: &mut dyn Outlet, ticket: &Ticket, gone: &Arc<Cancellation>) {
         let charge = self.charge();
         let Some(asked) = self.requests.get_mut(&ticket.tag).filter(|asked| asked.number == ticket.number) else {
             return;
         };
         if !asked.flushes.is_empty() {
-            gone.store(true, Ordering::Release);
+            gone.cancel();
             out.discard(asked.token);
             self.close(out, ticket.tag);
             return;
@@ -213,7 +212,7 @@ impl RequestTable {
                     flush.charge = charge;
                 }
                 if let Some(gone) = gone {
-                    gone.store(true, Ordering::Release);
+                    gone.cancel();
                     self.has_cancelled = true;
                     out.discard(waiting);
                     self.close(out, old);

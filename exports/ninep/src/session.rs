@@ -260,7 +260,7 @@ fn raise(count: &AtomicUsize, by: usize, most: usize) -> bool {
 /// A source that panics for one thing that is given back still gets the others.
 fn sure(give_back: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(give_back)).is_err() {
-        tracing::error!("the source panicked when something of a 9P client was given back");
+        tracing::error!("the source panicked while releasing resources of a 9P client");
     }
 }
 

@@ -2,13 +2,12 @@
 
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use ferry_engine::{BusyPoll, CallSnapshot, IDLE_THREAD, MonitoredWorker, Ownership, Replacement, Watch};
-use ferry_vfs::Errno;
 use ferry_vfs::sync::lock;
+use ferry_vfs::{Cancellation, Errno};
 use ferry_wire::ninep::{Reply, Request};
 
 use crate::carrier::Client;
@@ -305,7 +304,7 @@ fn delay(
     let Some(charge) = connection.charge(message.len()) else {
         return NextStep::End("its requests wait for a limit, and others need the memory");
     };
-    let gone = Arc::new(AtomicBool::new(false));
+    let gone = Arc::<Cancellation>::default();
     connection.park(&ticket, &gone);
     let has_room = connection.serving(held_bytes);
     let (connection, message) = (Arc::clone(connection), message.to_vec());

@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use super::check::{Check, Export};
 
-/// The oldest version of Landlock that has all rules of Ferry: it restricts TCP (4), ioctls (5) and signals (6).
+/// The oldest version of Landlock that has all rules of Ferry: it restricts files (2), TCP (4), ioctls (5) and signals (6).
 const LANDLOCK_WHOLE: u32 = 6;
 
 /// The checks. The first forks, so this process must have one thread.
@@ -53,7 +53,7 @@ fn landlock() -> Check {
         Some(version) if version >= LANDLOCK_WHOLE => check.found(format!("version {version}")),
         Some(version) => check.has_less(
             format!("version {version}"),
-            "the kernel enforces a part of the rules: TCP needs version 4, ioctls version 5, signals version 6",
+            "the kernel enforces a part of the rules: files need version 2, TCP needs version 4, ioctls version 5, signals version 6",
             "# boot Linux 6.12 or later",
         ),
         None => check.lacks(

@@ -22,7 +22,7 @@ struct Inner {
     changed: Condvar,
 }
 
-/// Answers readers of queues that have waited for as long as they may.
+/// Replies to readers of queues that have waited for as long as they may.
 #[derive(Default)]
 pub struct Timer(Arc<Inner>);
 

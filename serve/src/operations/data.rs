@@ -119,7 +119,7 @@ impl Server {
         Errno::IO
     }
 
-    /// Answers a write that the source made itself, once it is as durable as its flags ask for.
+    /// Replies to a write that the source made itself, once it is as durable as its flags ask for.
     fn written(
         &mut self,
         cx: &Context<'_>,

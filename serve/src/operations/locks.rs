@@ -90,7 +90,7 @@ impl Server {
         }
     }
 
-    /// Answers a client that has a lock, or has given one up, once clients were told of what others had written before.
+    /// Replies to a client that has a lock, or has given one up, once clients were told of what others had written before.
     fn granted(&mut self, cx: &Context<'_>, kind: LockKind, carrier: &mut impl FuseCarrier) -> Served {
         match self.share.source.changes() {
             Some(changes) if kind != LockKind::Unlock && changes.is_behind() => {

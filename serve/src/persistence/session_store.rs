@@ -16,8 +16,8 @@ use crate::open_file::Open;
 pub enum RestoreError {
     /// Other options.
     #[error(
-        "the guest and the server before agreed on other things ({before:#x}) than this server would ({now:#x}): start it \
-         with the same options, on the same kind of file system"
+        "the previous server negotiated the FUSE flags {before:#x}, this one would negotiate {now:#x}: start it with the \
+         same options, on the same kind of file system"
     )]
     Agreed {
         /// The flags then.
@@ -25,7 +25,7 @@ pub enum RestoreError {
         /// The flags now.
         now: u64,
     },
-    /// It makes no sense.
+    /// An unsupported FUSE version.
     #[error("the guest speaks FUSE 7.{0}, which this server does not")]
     Minor(u32),
 }

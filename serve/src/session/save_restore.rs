@@ -131,7 +131,7 @@ impl Session {
         let name = &share.name;
         tracing::info!("{name}: going on with a guest that knows {nodes} inodes and has {opens} files open");
         if lost > 0 {
-            tracing::warn!("{name}: {lost} of them cannot be found again, and are errors for the guest");
+            tracing::warn!("{name}: {lost} inodes or open files cannot be restored; the guest gets errors for them");
         }
         session
     }
@@ -205,7 +205,7 @@ impl Session {
         lost
     }
 
-    /// Adopts inodes; counts those that are lost, and returns those that may be found later.
+    /// Adopts inodes, each after the one that it needs; counts those that are lost, and returns those that may be found later.
     fn adopt_some(
         &self,
         (nodes, within): (Vec<Node>, IdentityScope),
@@ -213,8 +213,11 @@ impl Session {
         mut slots: Option<&mut Slots>,
         lost: &mut usize,
     ) -> Vec<Node> {
-        let mut later = Vec::new();
-        for node in nodes {
+        let (mut ready, mut later) = (nodes, Vec::new());
+        // By the inode that they wait for. A client decides on the order of the records.
+        let mut blocked: HashMap<Ino, Vec<Node>> = HashMap::new();
+        ready.reverse();
+        while let Some(node) = ready.pop() {
             if self.shard(node.ino.0).references.contains_key(&node.ino) {
                 // The server ended while it wrote its new place down.
                 continue;
@@ -243,12 +246,17 @@ impl Session {
                     }
                     let known = InodeState { references: node.references, slot, length: None, kind: None };
                     self.shard(node.ino.0).references.insert(node.ino, known);
+                    ready.extend(blocked.remove(&node.ino).unwrap_or_default());
                 }
                 Err(Errno::AGAIN) => {
                     if let (Some(slots), Some(slot)) = (slots.as_mut(), slot) {
                         slots.nodes.insert(node.ino, slot);
                     }
-                    later.push(node);
+                    let needed = self.migrate().ok().and_then(|source| source.adopted_after(&node.identity));
+                    match needed.filter(|needed| !self.shard(needed.0).references.contains_key(needed)) {
+                        Some(needed) => blocked.entry(needed).or_default().push(node),
+                        None => later.push(node),
+                    }
                 }
                 Err(error) => {
                     tracing::debug!(ino = node.ino.0, %error, "an inode is not found again");
@@ -257,6 +265,7 @@ impl Session {
                 }
             }
         }
+        later.extend(blocked.into_values().flatten());
         later
     }
 

@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod adopts;
 mod bounds;
 mod counts;
 mod events;

@@ -386,6 +386,10 @@ impl Migrate for Dir {
         self.adopt_descriptor(ino, references, fd, &identity)
     }
 
+    fn adopted_after(&self, identity: &[u8]) -> Option<Ino> {
+        Identity::decode(identity).ok()?.place.map(|(dir, _)| dir)
+    }
+
     fn adopt_open(
         &self,
         cx: &Caller<'_>,

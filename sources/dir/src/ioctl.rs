@@ -5,6 +5,7 @@
 //! | `FS_IOC_GETFLAGS`, `FS_IOC_FSGETXATTR` | everyone who has the file open |
 //! | `FS_IOC_SETFLAGS`, `FS_IOC_FSSETXATTR` | the file's owner and user 0, also through a read-only descriptor |
 //! | the same, if they change immutable, append-only or ext4's data journal | user 0 |
+//! | the same, if they change the project id or whether it is inherited | nobody: quotas of the host go by them |
 //!
 //! These are Linux's rules (`vfs_fileattr_set`). The client's kernel applies them only since Linux 5.13, and not to the
 //! numbers of 32-bit programs (`FS_IOC32_*`) in a 64-bit program. So this module refuses those numbers and checks the
@@ -27,13 +28,17 @@ const COMMANDS: [(u32, FileIoctl); 4] = [
     (0x401c_5820, FileIoctl::SetXflags),
 ];
 
-/// `struct fsxattr`.
+/// `struct fsxattr`, and where its `fsx_projid` is.
 const FSXATTR_BYTES: usize = 28;
+const PROJECT_AT: usize = 12;
 
 /// `FS_IMMUTABLE_FL`, `FS_APPEND_FL` (`CAP_LINUX_IMMUTABLE`), `FS_JOURNAL_DATA_FL` (`CAP_SYS_RESOURCE`).
 const ROOT_FLAGS: u32 = 0x10 | 0x20 | 0x4000;
 /// `FS_XFLAG_IMMUTABLE`, `FS_XFLAG_APPEND`.
 const ROOT_XFLAGS: u32 = 0x8 | 0x10;
+/// `FS_PROJINHERIT_FL`, `FS_XFLAG_PROJINHERIT`.
+const PROJECT_FLAG: u32 = 0x2000_0000;
+const PROJECT_XFLAG: u32 = 0x200;
 
 type Argument = [u64; IOCTL_BYTES_MAX / 8];
 
@@ -83,19 +88,29 @@ impl Dir {
 
 /// Returns whether the caller may set these flags; see the module.
 fn may_set(cx: &Caller<'_>, open: &Open, command: FileIoctl, argument: &Argument) -> Result<()> {
-    if cx.uid == 0 {
-        return Ok(());
-    }
-    if statx(open.file.as_fd(), b"")?.stx_uid != cx.uid {
+    if cx.uid != 0 && statx(open.file.as_fd(), b"")?.stx_uid != cx.uid {
         return Err(Errno::PERM);
     }
-    let (read, root_only) = match command {
-        FileIoctl::SetXflags => (FileIoctl::GetXflags, ROOT_XFLAGS),
-        _ => (FileIoctl::GetFlags, ROOT_FLAGS),
+    let (read, root_only, of_projects) = match command {
+        FileIoctl::SetXflags => (FileIoctl::GetXflags, ROOT_XFLAGS, PROJECT_XFLAG),
+        _ => (FileIoctl::GetFlags, ROOT_FLAGS, PROJECT_FLAG),
     };
     let mut now = Argument::default();
     sys::file_ioctl(open.file.as_fd(), read, &mut now)?;
-    if (flags(&now) ^ flags(argument)) & root_only == 0 { Ok(()) } else { Err(Errno::PERM) }
+    let changed = flags(&now) ^ flags(argument);
+    // As Linux outside of the initial user namespace.
+    let moves = matches!(command, FileIoctl::SetXflags) && project(&now) != project(argument);
+    match () {
+        () if moves || changed & of_projects != 0 => Err(Errno::INVAL),
+        () if cx.uid != 0 && changed & root_only != 0 => Err(Errno::PERM),
+        () => Ok(()),
+    }
+}
+
+/// Returns the project id of a `struct fsxattr`.
+fn project(argument: &Argument) -> u32 {
+    let bytes: Vec<u8> = argument.iter().flat_map(|word| word.to_ne_bytes()).skip(PROJECT_AT).take(4).collect();
+    bytes.try_into().map_or(0, u32::from_ne_bytes)
 }
 
 /// Returns the flags: the first 32 bits of either argument.

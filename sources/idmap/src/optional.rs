@@ -40,6 +40,10 @@ impl Migrate for IdMapped {
         self.source_migrate()?.adopt(ino, references, identity, file)
     }
 
+    fn adopted_after(&self, identity: &[u8]) -> Option<Ino> {
+        self.source_migrate().ok()?.adopted_after(identity)
+    }
+
     fn adopt_open(
         &self,
         cx: &Caller<'_>,

@@ -1,10 +1,10 @@
 //! What each inode in use counts for.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
-use ferry_vfs::sync::{CacheAligned, read, write};
+use ferry_vfs::sync::{CacheAligned, lock, read, write};
 use ferry_vfs::{Ino, Result};
 
 use crate::account::{Account, Reservation};
@@ -28,6 +28,8 @@ pub(crate) struct Charge {
     opens: AtomicUsize,
     /// It has no name: only its users keep it.
     orphan: AtomicBool,
+    /// Its removal waits for births ([`Births::late`]).
+    is_late: AtomicBool,
     /// Held while a write relies on what the file has allocated, and while a request frees a part of it.
     pub(crate) layout: Mutex<()>,
 }
@@ -100,12 +102,22 @@ type Shard = CacheAligned<RwLock<HashMap<u64, Arc<Charge>>>>;
 pub(crate) struct Charges {
     shards: Box<[Shard]>,
     /// Requests that create an inode.
-    births: AtomicUsize,
+    births: Mutex<Births>,
+    births_active: AtomicUsize,
+}
+
+#[derive(Debug, Default)]
+struct Births {
+    last: u64,
+    active: BTreeSet<u64>,
+    /// Charges to be removed once this birth and those before it have ended, in their order: until then they may belong to a new inode.
+    late: VecDeque<(u64, Ino)>,
 }
 
 impl Default for Charges {
     fn default() -> Self {
-        Self { shards: (0..SHARDS).map(|_| Shard::default()).collect(), births: AtomicUsize::new(0) }
+        let shards = (0..SHARDS).map(|_| Shard::default()).collect();
+        Self { shards, births: Mutex::default(), births_active: AtomicUsize::new(0) }
     }
 }
 
@@ -141,6 +153,7 @@ impl Charges {
                     reserved: AtomicI64::new(0),
                     opens: AtomicUsize::new(0),
                     orphan: AtomicBool::new(false),
+                    is_late: AtomicBool::new(false),
                     layout: Mutex::default(),
                 });
                 shard.insert(ino.0, Arc::clone(&charge));
@@ -153,8 +166,11 @@ impl Charges {
 
     /// Call this before an inode is created, and keep the result until [`Self::born`].
     pub(crate) fn birth(&self) -> Birth<'_> {
-        self.births.fetch_add(1, Ordering::SeqCst);
-        Birth(self)
+        let births = &mut *lock(&self.births);
+        self.births_active.fetch_add(1, Ordering::SeqCst);
+        births.last += 1;
+        births.active.insert(births.last);
+        Birth { charges: self, number: births.last }
     }
 
     /// Begins the charge of an inode that was created, of which the account holds nothing before the next
@@ -163,6 +179,16 @@ impl Charges {
         let held = self.begin(ino, || Ok(0)).ok()?;
         held.charge().is_new.store(true, Ordering::SeqCst);
         Some(held)
+    }
+
+    /// Returns all charges.
+    pub(crate) fn all(&self) -> Vec<Held<'_>> {
+        let held = |(ino, charge): (&u64, &Arc<Charge>)| Held {
+            charges: self,
+            ino: Ino(*ino),
+            charge: Some(Arc::clone(charge)),
+        };
+        self.shards.iter().flat_map(|shard| read(shard).iter().map(held).collect::<Vec<_>>()).collect()
     }
 
     /// Calls `f` for all charges.
@@ -182,8 +208,36 @@ impl Charges {
 
     /// Removes the charge of an inode that has a name and no users.
     pub(crate) fn tidy(&self, ino: Ino) {
-        // A charge that began during a birth may belong to the new inode.
-        if self.births.load(Ordering::SeqCst) == 0 {
+        if self.births_active.load(Ordering::SeqCst) > 0 && self.postpone(ino) {
+            return;
+        }
+        self.remove(ino, |charge| !charge.is_open() && !charge.is_orphan());
+    }
+
+    /// Has a charge tidied once the births that are active have ended; returns whether there are any.
+    fn postpone(&self, ino: Ino) -> bool {
+        let births = &mut *lock(&self.births);
+        if births.active.is_empty() {
+            return false;
+        }
+        let charge = read(self.shard(ino)).get(&ino.0).cloned();
+        if charge.is_some_and(|charge| !charge.is_late.swap(true, Ordering::SeqCst)) {
+            births.late.push_back((births.last, ino));
+        }
+        true
+    }
+
+    fn end_birth(&self, number: u64) {
+        let births = &mut *lock(&self.births);
+        births.active.remove(&number);
+        self.births_active.fetch_sub(1, Ordering::SeqCst);
+        let oldest = births.active.first().copied().unwrap_or(u64::MAX);
+        let due = births.late.partition_point(|(number, _)| *number < oldest);
+        for (_, ino) in births.late.drain(..due) {
+            // Under the lock: nobody postpones it meanwhile.
+            if let Some(charge) = read(self.shard(ino)).get(&ino.0) {
+                charge.is_late.store(false, Ordering::SeqCst);
+            }
             self.remove(ino, |charge| !charge.is_open() && !charge.is_orphan());
         }
     }
@@ -191,11 +245,14 @@ impl Charges {
 
 /// A request that creates an inode.
 #[derive(Debug)]
-pub(crate) struct Birth<'a>(&'a Charges);
+pub(crate) struct Birth<'a> {
+    charges: &'a Charges,
+    number: u64,
+}
 
 impl Drop for Birth<'_> {
     fn drop(&mut self) {
-        self.0.births.fetch_sub(1, Ordering::SeqCst);
+        self.charges.end_birth(self.number);
     }
 }
 
@@ -219,5 +276,40 @@ impl Drop for Held<'_> {
         if !is_needed {
             self.charges.tidy(self.ino);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn count(charges: &Charges) -> usize {
+        let mut count = 0;
+        charges.for_each(|_| count += 1);
+        count
+    }
+
+    /// With a birth always active, as when several clients make files.
+    #[test]
+    fn charges_go_although_something_is_always_being_created() {
+        let charges = Charges::default();
+        let mut birth = charges.birth();
+        for number in 0..1000 {
+            for ino in 0..10 {
+                drop(charges.begin(Ino(1000 * ino + number), || Ok(1)).unwrap());
+            }
+            birth = charges.birth();
+            assert!(count(&charges) <= 10, "{} after {number}", count(&charges));
+        }
+        drop(charges.begin(Ino(7), || Ok(1)).unwrap());
+        assert_eq!(count(&charges), 1, "it may be the new one's");
+        let of_new = charges.born(&birth, Ino(7)).unwrap();
+        of_new.charge().add_open();
+        drop((of_new, birth));
+        assert_eq!((count(&charges), charges.births.lock().unwrap().late.len()), (1, 0), "it is open");
+        let held = charges.get(Ino(7)).unwrap();
+        held.charge().remove_open();
+        drop(held);
+        assert_eq!(count(&charges), 0);
     }
 }

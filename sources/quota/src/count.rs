@@ -93,6 +93,11 @@ impl Quota {
     /// Counts the tree again and corrects the accounts. Returns `false` if that was not possible, because requests removed
     /// or moved something meanwhile.
     pub fn recount(&self) -> bool {
+        // What others changed in inodes that have a charge belongs to that, too; the next request would find it once more.
+        let cx = Caller::default();
+        for held in self.charges.all() {
+            self.settle(&cx, held, None);
+        }
         let Some(removals) = self.removals.quiet() else { return false };
         let (bytes, files) = (self.bytes.balance(), self.files.balance());
         let mut is_settled = true;

@@ -53,6 +53,10 @@ impl Migrate for Quota {
         Ok(())
     }
 
+    fn adopted_after(&self, identity: &[u8]) -> Option<Ino> {
+        self.source_migrate().ok()?.adopted_after(identity)
+    }
+
     fn adopt_open(
         &self,
         cx: &Caller<'_>,

@@ -256,13 +256,16 @@ impl<T: Lockable> InodeLocks<T> {
     fn attempt_parked(&mut self, all: &Locks<T>, number: u64, outcomes: &mut Outcomes) -> bool {
         let Some(parked) = self.waiters.get(number) else { return false };
         let (open, handle, lock) = (parked.open.clone(), parked.handle, parked.lock);
-        let outcome = match parked.waiter.is_waiting() {
+        let mut outcome = match parked.waiter.claim() {
             true => Some(self.attempt(all, &open, handle, &lock)),
             false => None,
         };
         if outcome == Some(Err(Errno::AGAIN)) {
-            self.waiters.set_foreign(number);
-            return false;
+            if self.waiters.get(number).is_some_and(|parked| parked.waiter.unclaim()) {
+                self.waiters.set_foreign(number);
+                return false;
+            }
+            outcome = Some(Err(Errno::INTR));
         }
         let Some(parked) = self.waiters.remove(number) else { return false };
         let waiter = self.unparked(all, number, parked);

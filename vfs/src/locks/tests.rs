@@ -4,6 +4,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
 
 use super::*;
+use crate::Cancellation;
 use crate::locks::inode::InodeLocks;
 
 /// A host outside the table: the locks that it holds, and the requests that it received.
@@ -280,13 +281,13 @@ fn an_owner_that_cancelled_its_wait_is_removed_and_may_wait_again() {
     let handle = f.open(OFlags::RDWR, false);
     assert_eq!(f.set(handle, &posix(LockKind::Write, 1)), Ok(LockOutcome::Done));
     let give_up = |id| {
-        let gone = Arc::new(AtomicBool::new(false));
+        let gone = Arc::<Cancellation>::default();
         let waiter = Waiter::new(|_| panic!("nobody waits")).until(Arc::clone(&gone));
         let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
         let lock = posix(LockKind::Write, id);
         let parked = f.locks.set(&f.handles, &f.cx, (INO, handle), &lock, Some(waiter), own);
         assert_eq!(parked, Ok(LockOutcome::Waiting));
-        gone.store(true, Ordering::Release);
+        gone.cancel();
     };
     give_up(2);
     assert!(!f.locks.retry());

@@ -2,12 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use ferry_vfs::{
-    Caller, Errno, Handle, Handles, Ino, Lock, LockKind, LockOutcome, LockOwner, Locks, OFlags, Result, SessionId,
-    Waiter,
+    Caller, Cancellation, Errno, Handle, Handles, Ino, Lock, LockKind, LockOutcome, LockOwner, Locks, OFlags, Result,
+    SessionId, Waiter,
 };
 use proptest::prelude::*;
 
@@ -169,13 +168,13 @@ proptest! {
     #[test]
     fn grants_refuses_and_wakes_as_one_that_looks_at_everything(steps in steps()) {
         let (mut table, mut model) = (Table::new(), Model::default());
-        let mut gone: BTreeMap<usize, Arc<AtomicBool>> = BTreeMap::new();
+        let mut gone: BTreeMap<usize, Arc<Cancellation>> = BTreeMap::new();
         for (number, step) in steps.into_iter().enumerate() {
             let mut interrupted = BTreeSet::new();
             match step {
                 Step::Set(request, waits) => {
                     let waiter = waits.then(|| {
-                        let (sender, flag) = (table.sender.clone(), Arc::new(AtomicBool::new(false)));
+                        let (sender, flag) = (table.sender.clone(), Arc::<Cancellation>::default());
                         gone.insert(number, Arc::clone(&flag));
                         Waiter::new(move |outcome| sender.send((number, outcome)).unwrap_or(())).until(flag)
                     });
@@ -198,7 +197,7 @@ proptest! {
                     if !waiting.is_empty() {
                         let number = *index.get(&waiting);
                         model.waits.remove(&number);
-                        gone[&number].store(true, Ordering::Release);
+                        gone[&number].cancel();
                     }
                 }
                 Step::Drop(file, owner) => {
@@ -215,7 +214,7 @@ proptest! {
             }
             let granted = model.settle();
             // Nobody listens to those that were interrupted.
-            let is_interrupted = |number: &usize| gone.get(number).is_some_and(|gone| gone.load(Ordering::Acquire));
+            let is_interrupted = |number: &usize| gone.get(number).is_some_and(|gone| gone.is_cancelled());
             let ended: Vec<Ended> = table.ended.try_iter().filter(|(number, _)| !is_interrupted(number)).collect();
             let of = |wanted: Result<()>| ended.iter().filter(move |(_, outcome)| *outcome == wanted).map(|(n, _)| *n);
             prop_assert_eq!(of(Ok(())).collect::<Vec<_>>(), granted, "{}", number);

@@ -1,10 +1,9 @@
 //! The guest of one front end: its session, its requests in flight, and replies from other threads.
 
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use ferry_vfs::Errno;
 use ferry_vfs::sync::lock;
+use ferry_vfs::{Cancellation, Errno};
 use ferry_vhost::Port;
 use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Tag, kind};
 
@@ -179,7 +178,7 @@ impl Client for Guest {
         lock(&self.requests).request_table.may_park()
     }
 
-    fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>) {
+    fn park(&self, ticket: &Ticket, gone: &Arc<Cancellation>) {
         self.with_request_table(|request_table, out| request_table.park(out, ticket, gone));
     }
 

@@ -1,10 +1,9 @@
 //! Tells a client of Ferry's what others do.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Errno, Result};
+use ferry_vfs::{Cancellation, Errno, Result};
 use ferry_wire::ninep::{Fid, Reply};
 
 use super::{Context, ReplyPlace};
@@ -43,7 +42,7 @@ impl Context<'_> {
                 queue.lose();
             }
         });
-        self.client.park(self.ticket, &Arc::new(AtomicBool::new(false)));
+        self.client.park(self.ticket, &Arc::<Cancellation>::default());
         self.share.event_timer.watch(queue);
         Ok(ReplyPlace::Parked)
     }

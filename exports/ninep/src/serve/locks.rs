@@ -1,9 +1,8 @@
 //! POSIX locks. No thread waits for a lock: a request that must wait is parked with the source.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferry_vfs::{Errno, Lock, LockKind, LockOutcome, LockOwner, Result, Waiter, checks};
+use ferry_vfs::{Cancellation, Errno, Lock, LockKind, LockOutcome, LockOwner, Result, Waiter, checks};
 use ferry_wire::ninep::{Fid, LockRequest, LockStatus, Reply};
 
 use super::Context;
@@ -26,7 +25,7 @@ impl Context<'_> {
         // Before the unlock, so that a lock that the owner takes meanwhile is remembered.
         let all = lock.kind == LockKind::Unlock && lock.start == 0 && lock.end >= END;
         let known = all && open.unlocked_by(lock.owner.id);
-        let gone = Arc::new(AtomicBool::new(false));
+        let gone = Arc::<Cancellation>::default();
         let waits = wait && lock.kind != LockKind::Unlock && self.client.may_park();
         let waiter = waits.then(|| self.waiter(file.node.ino, open.handle, lock, &gone));
         let cx = self.caller(file.user, None);
@@ -50,7 +49,7 @@ impl Context<'_> {
     }
 
     /// The source's waker. A lock that is granted after its request was cancelled is released.
-    fn waiter(&self, ino: ferry_vfs::Ino, handle: ferry_vfs::Handle, lock: Lock, gone: &Arc<AtomicBool>) -> Waiter {
+    fn waiter(&self, ino: ferry_vfs::Ino, handle: ferry_vfs::Handle, lock: Lock, gone: &Arc<Cancellation>) -> Waiter {
         // The source keeps this as long as the handle is open, so it must keep nothing open itself.
         let (client, share) = (Arc::downgrade(&self.client), Arc::downgrade(self.share));
         let (ticket, unwanted) = (self.ticket.clone(), Arc::clone(gone));
@@ -66,7 +65,7 @@ impl Context<'_> {
             if told || outcome.is_err() {
                 return;
             }
-            unwanted.store(true, Ordering::Release);
+            unwanted.cancel();
             // Whoever granted the lock may hold locks of its own, so this is for another thread.
             let source = Arc::clone(&share.source);
             share.blocking_pool.run(move || {

@@ -404,8 +404,7 @@ fn one_address_takes_nothing_from_another() {
 #[test]
 fn one_user_takes_nothing_from_another() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("not run: it takes root to be another user");
-        return;
+        return ferry_skip::skip!("needs root, to be another user");
     }
     let share = with_little_room();
     let everybody = |path: &std::path::Path| fs::set_permissions(path, fs::Permissions::from_mode(0o777)).unwrap();

@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod acls;
 mod basic;
 mod idle;
 mod limits;

@@ -270,6 +270,16 @@ fn file_flags_are_set_by_owner_and_root_only() {
             }
         }
     }
+    // Quotas of the host go by projects.
+    for (who, cx) in [("root", &root), ("owner", &owner)] {
+        for (commands, inherits) in [((GETFLAGS, SETFLAGS), 0x2000_0000), ((GETXFLAGS, SETXFLAGS), 0x200)] {
+            assert_eq!(flags.change(cx, commands, inherits, true), Err(Errno::INVAL), "{who}");
+        }
+        let mut value = flags.get(cx, GETXFLAGS).unwrap();
+        assert_eq!(share.dir.ioctl(cx, ino, handle, SETXFLAGS, &value, 0).map(drop), Ok(()), "{who}: the same project");
+        value[12] ^= 1;
+        assert_eq!(share.dir.ioctl(cx, ino, handle, SETXFLAGS, &value, 0).map(drop), Err(Errno::INVAL), "{who}");
+    }
     share.dir.release(&root, ino, handle);
 }
 

@@ -459,7 +459,8 @@ fn locks_wait_are_granted_and_never_deadlock() {
     assert_eq!(set(a, posix(LockKind::Unlock, 1, 0, 9), None), Ok(LockOutcome::Done));
     assert_eq!(woken.recv_timeout(Duration::from_secs(5)), Ok((2, Ok(()))));
     // A close gives the owner's locks up; a client that gave up gets none.
-    let gone = Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let gone = Arc::<Cancellation>::default();
+    assert!(gone.cancel());
     assert_eq!(set(a, write(3), waiter(3).map(|waiter| waiter.until(gone))), Ok(LockOutcome::Waiting));
     assert_eq!(set(a, write(4), waiter(4)), Ok(LockOutcome::Waiting));
     fs.flush(cx, a.0, a.1, 2).unwrap();

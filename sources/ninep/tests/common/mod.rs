@@ -166,7 +166,7 @@ impl DirOutput for Few {
     }
 }
 
-/// A file system whose look-ups take a while, and find nothing.
+/// A file system whose lookups take a while, and find nothing.
 pub struct Slow(Duration);
 
 impl Slow {

@@ -4,7 +4,7 @@
 use crate::common;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -44,9 +44,9 @@ impl Opened {
     }
 
     /// Waits for a lock; what comes of it is sent.
-    fn wait(&self, kind: LockKind, owner: u64) -> (mpsc::Receiver<Result<()>>, Arc<AtomicBool>) {
+    fn wait(&self, kind: LockKind, owner: u64) -> (mpsc::Receiver<Result<()>>, Arc<Cancellation>) {
         let (told, outcome) = mpsc::channel();
-        let gone = Arc::new(AtomicBool::new(false));
+        let gone = Arc::<Cancellation>::default();
         let waiter = Waiter::new(move |outcome| {
             let _ = told.send(outcome);
         })
@@ -85,7 +85,7 @@ fn waiting_ends_with_the_lock_or_its_cancellation() {
     let (other, gone) = two.wait(LockKind::Write, 2);
     assert!(outcome.recv_timeout(Duration::from_millis(100)).is_err());
     // The second is interrupted: who was to be told is let go, and the server forgets the request.
-    gone.store(true, Ordering::Release);
+    gone.cancel();
     assert_eq!(other.recv_timeout(PATIENCE).unwrap(), Err(Errno::INTR));
     // More requests than may be under way still work.
     assert!(two.client.getattr(&CX, two.ino, None).is_ok());

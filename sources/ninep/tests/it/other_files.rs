@@ -35,7 +35,7 @@ fn all_made_have_ended(fids: &Fids) -> bool {
     fids.0.iter().all(|fid| fids.1.contains(fid))
 }
 
-/// Between Tlcreate and the look-up somebody moves another file onto the name.
+/// Between Tlcreate and the lookup somebody moves another file onto the name.
 #[test]
 fn a_new_file_replaced_at_once_is_not_confused_with_its_successor() {
     for cache in [Cache::None, Cache::Auto] {

@@ -55,6 +55,12 @@ fn a_count_finds_what_others_changed() {
     assert!(tree.quota.recount());
     tree.assert_exact();
     assert_eq!(tree.write(file, 60 * K, 4096), Ok(4096));
+    tree.assert_exact();
+    fs::write(tree.path("f"), "").unwrap();
+    assert!(tree.quota.recount());
+    tree.assert_exact();
+    assert_eq!(tree.write(file, 0, 4096), Ok(4096));
+    tree.assert_exact();
 }
 
 #[test]
