@@ -9,6 +9,8 @@ use crate::manifest::{Blob, MANIFEST_TYPE, Sha256, excerpt};
 
 /// The maximum number of layers; overlayfs allows 500.
 const LAYERS_MAX: usize = 500;
+/// The maximum configuration in bytes; those of large images have about 50 KB.
+pub(crate) const CONFIG_BYTES_MAX: u64 = 8 << 20;
 /// Set for a manifest whose layers are compressed by zstd, beside another one of the same image.
 const ZSTD_KEY: &str = "io.github.containers.compression.zstd";
 

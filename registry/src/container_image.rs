@@ -6,14 +6,11 @@ use std::sync::Arc;
 use ferry_image::{BuildLayersError, Digest, LayerError, Store, build_layer};
 use serde::Deserialize;
 
-use crate::container::{Container, ContainerLayer};
+use crate::container::{CONFIG_BYTES_MAX, Container, ContainerLayer};
 use crate::error::{Error, Result};
-use crate::layers::{fetch_blob, read_table};
+use crate::layers::{TABLES_MEMORY_MAX, fetch_blob, read_table, table_slot};
 use crate::manifest::Sha256;
 use crate::remote::{Document, Remote};
-
-/// The maximum configuration in bytes; those of large images have about 50 KB.
-const CONFIG_BYTES_MAX: u64 = 8 << 20;
 
 /// The annotation of stargz's converter with the length of the unpacked archive.
 const DIFF_BYTES_KEY: &str = "io.containers.estargz.uncompressed-size";
@@ -86,6 +83,7 @@ impl ContainerImage {
             name: named.clone(),
             reason: format!("layer {} of {}: {reason}", number + 1, self.layers.len()),
         };
+        let _slot = table_slot();
         let ContainerLayer { blob, .. } = self.layer(number)?;
         let table =
             self.layer(number)?.table().and_then(|table| table.fetch(&|range| read_table(&self.remote, *blob, &range)));
@@ -96,6 +94,9 @@ impl ContainerImage {
                 Err(error) => Error::Sink(error),
             },
         })?;
+        if layer.memory_bytes() > TABLES_MEMORY_MAX {
+            return Err(refused(format!("its table of contents takes more than {TABLES_MEMORY_MAX} bytes of memory")));
+        }
         build_layer(&layer, output, &Store::create(store)?).map_err(|error| match error {
             BuildLayersError::Refused(reason) => refused(reason),
             BuildLayersError::Image(error) => error.into(),

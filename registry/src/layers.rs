@@ -15,9 +15,10 @@ use ferry_image::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::container::{Container, ContainerLayer};
+use crate::container::{CONFIG_BYTES_MAX, Container, ContainerLayer};
 use crate::error::{Error, Result};
 use crate::files::{LIST_BYTES_MAX, list_beside, parent_dir, with_path};
+use crate::http::{Slot, Slots};
 use crate::manifest::{Blob, Sha256};
 use crate::remote::Remote;
 use crate::traces::write_beside;
@@ -26,9 +27,18 @@ use crate::traces::write_beside;
 const TABLE_BYTES_MAX: u64 = 160 << 20;
 
 /// The maximum memory that the parsed tables of contents of an image take, in bytes.
-const TABLES_MEMORY_MAX: u64 = 512 << 20;
+pub(crate) const TABLES_MEMORY_MAX: u64 = 512 << 20;
 /// The number of tables that are fetched at once: each may take much memory.
 const TABLE_REQUESTS: usize = 4;
+
+/// The number of images or layers of which tables of contents are in memory at once.
+const TABLES_AT_ONCE: usize = 4;
+static TABLES: Slots = Slots::new();
+
+/// Waits until there is memory for the tables of contents of one more image.
+pub(crate) fn table_slot() -> Slot<'static> {
+    TABLES.enter(TABLES_AT_ONCE)
+}
 
 /// Why layers are not read chunk by chunk.
 pub(crate) enum Refusal {
@@ -129,6 +139,7 @@ pub(crate) fn build_tables(
     store: &Path,
     expected: Option<Digest>,
 ) -> std::result::Result<Digest, Refusal> {
+    let _slot = table_slot();
     let layers = tables(remote, container)?;
     let failed = |error: ferry_image::Error| Refusal::Failed(error.into());
     let folder = folder_beside(output).map_err(Refusal::Failed)?;
@@ -181,10 +192,12 @@ fn publish(remote: &Remote, new: &Path, output: &Path, (found, expected): (Diges
     with_path("sync", folder, File::open(folder).and_then(|folder| folder.sync_all()))
 }
 
-/// Fetches the index of a layer's pack again, for a store that has lost it.
+/// Fetches the index of a layer's pack again, for a store that has lost it. Not all layers need a table of contents.
 pub(crate) fn index_of(remote: &Remote, container: &Container, pack: Digest) -> Option<Vec<u8>> {
-    let layers = tables(remote, container).ok()?;
-    layers.iter().map(Layer::index).find(|index| index.pack == pack).map(ferry_image::Index::to_bytes)
+    let _slot = table_slot();
+    let tables = container.layers.iter().filter_map(|layer| Some((layer.blob, layer.table().ok()?)));
+    let mut fetched = tables.filter_map(|(blob, table)| table.fetch(&|range| read_table(remote, blob, &range)).ok());
+    fetched.find(|layer| layer.index().pack == pack).map(|layer| layer.index().to_bytes())
 }
 
 /// Fetches all layers of a container, and builds an image of them. Returns its digest, and the bytes of files that were
@@ -201,6 +214,12 @@ pub(crate) fn pull_whole(
     (expected, jobs): (Option<Digest>, usize),
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<(Digest, u64)> {
+    // A part of the image needs it in memory.
+    if container.config.bytes > CONFIG_BYTES_MAX {
+        let reason =
+            format!("its configuration has {} bytes; the maximum is {CONFIG_BYTES_MAX}", container.config.bytes);
+        return Err(Error::Container { name: remote.reference().to_string(), reason });
+    }
     let folder = folder_beside(output)?;
     let kept = Store::create(store)?;
     let bundle = kept.temporary_folder()?;

@@ -19,7 +19,7 @@ use crate::credentials::{Credentials, Found};
 use crate::error::{Error, Result};
 use crate::hosts::Host;
 use crate::http::{Client, Request, Response, Upload, shown};
-use crate::manifest::{Blob, MANIFEST_BYTES_MAX, Sha256, accepted, excerpt};
+use crate::manifest::{Blob, MANIFEST_BYTES_MAX, Sha256, accepted};
 use crate::reference::Version;
 use crate::resolver::is_loopback;
 
@@ -29,6 +29,8 @@ const SUBJECT_HEADER: header::HeaderName = header::HeaderName::from_static("oci-
 const TOKEN_LIFE_MIN: Duration = Duration::from_secs(60);
 /// The maximum response of a token server, in bytes.
 const TOKEN_BYTES_MAX: u64 = 64 << 10;
+/// The maximum length of a field of a challenge, in bytes; longer ones are left out.
+const FIELD_BYTES_MAX: usize = 4096;
 
 /// The registry of images whose reference names `docker.io`.
 const DOCKER_HUB: &str = "registry-1.docker.io";
@@ -312,9 +314,12 @@ impl Challenge {
         let mut basic = None;
         for found in values.flat_map(ChallengeParser::new).flatten() {
             if found.scheme.eq_ignore_ascii_case("bearer") {
-                let field =
-                    |(key, value): &(&str, ParamValue<'_>)| (key.to_ascii_lowercase(), excerpt(&value.to_unescaped()));
-                return Some(Self::Bearer(found.params.iter().map(field).collect()));
+                let field = |(key, value): &(&str, ParamValue<'_>)| {
+                    let value = value.to_unescaped();
+                    let is_good = value.len() <= FIELD_BYTES_MAX && !value.chars().any(char::is_control);
+                    is_good.then(|| (key.to_ascii_lowercase(), value))
+                };
+                return Some(Self::Bearer(found.params.iter().filter_map(field).collect()));
             }
             if found.scheme.eq_ignore_ascii_case("basic") {
                 basic = Some(Self::Basic);

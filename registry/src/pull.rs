@@ -201,7 +201,7 @@ fn open(
         return Err(invalid(format!("the image has the digest {digest}, not {expected}")));
     }
     if blob.bytes > IMAGE_BYTES_MAX {
-        return Err(invalid(format!("an image of {} bytes, which may have {IMAGE_BYTES_MAX}", blob.bytes)));
+        return Err(invalid(format!("an image of {} bytes; the maximum is {IMAGE_BYTES_MAX}", blob.bytes)));
     }
     let packs = Arc::new(Packs::new(Arc::clone(remote), packs));
     let (image, new) = match Image::open(output, Some(digest)) {

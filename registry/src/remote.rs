@@ -171,7 +171,7 @@ impl Remote {
         Ok((Document::Image(Box::new(Manifest::read(&bytes).map_err(invalid)?)), found))
     }
 
-    /// Returns a manifest, verified by the digest if it is named by one.
+    /// Returns a manifest, verified by the digest if it is named by one; of a mirror, if one has it.
     fn fetch_manifest(&self, version: &Version) -> Result<(Vec<u8>, Sha256)> {
         if let Version::Digest(wanted) = version
             && let Some(known) = self.known_manifest(*wanted)
@@ -183,9 +183,14 @@ impl Remote {
             let Mirror { client, oci, .. } = mirror;
             self.checked_manifest(client.retry(|| oci.manifest(client, version))?, version)
         });
-        if let Some(found) = found {
-            return Ok(found);
+        match found {
+            Some(found) => Ok(found),
+            None => self.fetch_own_manifest(version),
         }
+    }
+
+    /// Returns a manifest of the server itself, verified by the digest if it is named by one.
+    fn fetch_own_manifest(&self, version: &Version) -> Result<(Vec<u8>, Sha256)> {
         let bytes = self.client.retry(|| match &self.server {
             Server::Oci(oci) => oci.manifest(&self.client, version),
             Server::S3(s3) => s3.manifest(&self.client, version),
@@ -246,7 +251,7 @@ impl Remote {
         }
         // Others may write the list at the same time, and the registry keeps one of both.
         for _ in 0..LIST_TRIES_MAX {
-            let known = self.referrers_list(subject)?;
+            let known = self.referrers_list(subject, false)?;
             let Some(list) = referrers::add(known.as_deref(), entry).map_err(|reason| self.invalid_list(reason))?
             else {
                 return Ok(());
@@ -256,9 +261,11 @@ impl Remote {
         Err(self.invalid_list("others change it at the same time".into()))
     }
 
-    /// Returns the list of referrers that clients keep, if there is one.
-    fn referrers_list(&self, subject: Sha256) -> Result<Option<Vec<u8>>> {
-        match self.fetch_manifest(&Version::Tag(referrers::tag(subject))) {
+    /// Returns the list of referrers that clients keep, if there is one. A mirror's may be old or forged: `by_mirrors` says whether that
+    /// is no harm.
+    fn referrers_list(&self, subject: Sha256, by_mirrors: bool) -> Result<Option<Vec<u8>>> {
+        let tag = Version::Tag(referrers::tag(subject));
+        match if by_mirrors { self.fetch_manifest(&tag) } else { self.fetch_own_manifest(&tag) } {
             Err(Error::NoImage(_)) => Ok(None),
             // Some registries take the tag for the digest.
             Ok((_, found)) if found == subject => Ok(None),
@@ -276,12 +283,14 @@ impl Remote {
         list.map_or(Ok(Vec::new()), |list| referrers::parse(&list).map_err(|reason| self.invalid_list(reason)))
     }
 
-    /// Returns the list of the manifests of a type that refer to another one; it may have others, too.
+    /// Returns the list of the manifests of a type that refer to another one; it may have others, too. Nothing proves a list, and whose
+    /// list of images is believed decides what is in a container: that is the registry's own.
     pub(crate) fn referrers(&self, subject: Sha256, kind: &str) -> Result<Option<Vec<u8>>> {
         let Server::Oci(oci) = &self.server else { return Ok(None) };
+        let by_mirrors = kind != ARTIFACT_TYPE;
         let by_registry = || {
             let by_mirror = self.by_mirror(
-                |mirror| mirror.resolves,
+                |mirror| by_mirrors && mirror.resolves,
                 |mirror| {
                     let Mirror { client, oci, .. } = mirror;
                     let listed = client.retry(|| oci.referrers(client, subject, kind))?;
@@ -295,7 +304,7 @@ impl Remote {
         };
         // At the same time: a container waits for the answer.
         let (listed, by_clients) = thread::scope(|scope| {
-            let by_clients = scope.spawn(|| self.referrers_list(subject));
+            let by_clients = scope.spawn(|| self.referrers_list(subject, by_mirrors));
             (by_registry(), by_clients.join().unwrap_or(Ok(None)))
         });
         match listed? {
@@ -388,7 +397,7 @@ impl Remote {
     pub(crate) fn read_all(&self, blob: Blob, bytes_max: u64) -> Result<Vec<u8>> {
         let invalid = |reason: String| Error::Manifest { name: self.reference.to_string(), reason };
         if blob.bytes > bytes_max {
-            return Err(invalid(format!("a blob of {} bytes, which may have {bytes_max}", blob.bytes)));
+            return Err(invalid(format!("a blob of {} bytes; the maximum is {bytes_max}", blob.bytes)));
         }
         // Not allocated at once, because the size is untrusted.
         let mut bytes = Vec::new();

@@ -61,7 +61,7 @@ pub fn push_trace(remote: &Remote, expected: Option<&str>, list: &[u8]) -> Resul
     }
     let bytes = list.len() as u64;
     if bytes > LIST_BYTES_MAX {
-        return Err(refused(format!("the list has {bytes} bytes, which may have {LIST_BYTES_MAX}")));
+        return Err(refused(format!("the list has {bytes} bytes; the maximum is {LIST_BYTES_MAX}")));
     }
     let put = |bytes: &[u8], kind: &str| -> Result<Value> {
         let blob = Blob { sha256: Sha256::of(bytes), bytes: bytes.len() as u64 };

@@ -14,7 +14,7 @@ const MOUNT_TABLE: &str = "/proc/self/mountinfo";
 ///
 /// # Errors
 ///
-/// The kernel's table of mounts cannot be read.
+/// The kernel's mount table cannot be read.
 pub fn is_in_use(upper: &Path) -> Result<bool> {
     let table = fs::read(MOUNT_TABLE).doing("read", MOUNT_TABLE)?;
     let uses = uses(&table, upper);
@@ -26,7 +26,7 @@ pub fn is_in_use(upper: &Path) -> Result<bool> {
     Ok(uses.is_upper || uses.bound.iter().any(is_it))
 }
 
-/// What a table of mounts says of an upper directory.
+/// What a mount table says of an upper directory.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Uses {
     /// Whether an overlayfs has it.
@@ -35,7 +35,7 @@ struct Uses {
     bound: Vec<Vec<u8>>,
 }
 
-/// Reads a table of mounts (proc_pid_mountinfo(5)). Nothing is escaped in paths of snapshots: [`crate::folders`] refuses others.
+/// Reads a mount table (proc_pid_mountinfo(5)). Nothing is escaped in paths of snapshots: [`crate::folders`] refuses others.
 fn uses(table: &[u8], upper: &Path) -> Uses {
     let option = [&b"upperdir="[..], upper.as_os_str().as_bytes()].concat();
     // The table has paths from the top of a file system, which the root of all snapshots may be.
@@ -53,7 +53,7 @@ fn uses(table: &[u8], upper: &Path) -> Uses {
     uses
 }
 
-/// Undoes the escapes of a table of mounts: a backslash and three octal digits.
+/// Undoes the escapes of a mount table: a backslash and three octal digits.
 fn unescaped(path: &[u8]) -> Vec<u8> {
     let mut found = Vec::new();
     let mut rest = path;

@@ -49,7 +49,7 @@ impl From<Error> for Status {
     }
 }
 
-/// Answers a request of HTTP/2.
+/// Replies to a request of HTTP/2.
 ///
 /// # Errors
 ///
@@ -122,7 +122,7 @@ fn list(snapshotter: &Snapshotter, call: &ListRequest) -> Result<Vec<ListRespons
     Ok(blocks)
 }
 
-/// Answers a call with one message.
+/// Replies to a call with one message.
 async fn unary<Q, A>(request: Request<Incoming>, call: impl FnOnce(Q) -> Result<A> + Send + 'static) -> Response<Body>
 where
     Q: Message + Default + 'static,

@@ -109,7 +109,8 @@ impl Snapshotter {
         let id = record.id;
         let is_directory = record.image.is_none() && record.remote.is_none();
         if !is_directory {
-            log_failure(self.restore_image(record));
+            // Before the only other copy goes.
+            self.restore_image(record)?;
             self.remove_upper(id)?;
         } else if !self.folders.upper(id).exists() {
             tracing::error!("the directory of snapshot {name} is missing: {}", self.folders.upper(id).display());
@@ -232,12 +233,15 @@ impl Snapshotter {
         let _held = self.keys.hold(target);
         let is_known = |record: &Record| record.remote.is_some() && record.parent == *parent;
         match (self.metadata.get(target), self.metadata.get(key)) {
-            (Ok(known), _) => return Ok(is_known(&known)),
+            // It may be of another image, of which these layers are not here, and may never be.
+            (Ok(known), _) => {
+                let is_had = |remote: &RemoteLayers| self.lazy.has(remote) || self.starts_lazily(request, parent);
+                return Ok(is_known(&known) && known.remote.as_ref().is_some_and(is_had));
+            }
             (_, Ok(_)) => return Err(Error::AlreadyExists(key.clone())),
             _ => {}
         }
-        let below = self.metadata.chain(parent)?.len();
-        let Some(remote) = self.lazy.find(request, below) else { return Ok(false) };
+        let Some(remote) = self.find_lazy(request, parent)? else { return Ok(false) };
         let labels = checked_labels(labels.clone())?;
         let record = Record { remote: Some(remote), ..Record::new(Kind::Committed, parent, labels) };
         match self.metadata.insert(target, record, |_| Ok(())) {
@@ -245,6 +249,14 @@ impl Snapshotter {
             Err(Error::AlreadyExists(_)) => Ok(is_known(&self.metadata.get(target)?)),
             Err(error) => Err(error),
         }
+    }
+
+    fn find_lazy(&self, request: &Request, parent: &str) -> Result<Option<RemoteLayers>> {
+        Ok(self.lazy.find(request, self.metadata.chain(parent)?.len()))
+    }
+
+    fn starts_lazily(&self, request: &Request, parent: &str) -> bool {
+        self.find_lazy(request, parent).is_ok_and(|found| found.is_some())
     }
 
     /// Adds a snapshot that can only be read; returns its mounts.
@@ -390,7 +402,7 @@ impl Snapshotter {
         let _held = self.keys.hold(key);
         let record = self.metadata.remove(key)?;
         // The snapshot is gone, whatever happens now: what stays is removed by the next cleanup.
-        if record.image.is_some() || self.layers.is_applied(record.id) || record.remote.is_some() {
+        if record.image.is_some() || self.layers.is_applied(record.id).unwrap_or(true) || record.remote.is_some() {
             self.layers.note_garbage();
         }
         if let Some(remote) = &record.remote {

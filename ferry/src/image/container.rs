@@ -1,4 +1,4 @@
-//! Finds a container on layers of ferry-snapshotter by the kernel's table of mounts, whatever started it.
+//! Finds a container on layers of ferry-snapshotter by the kernel's mount table, whatever started it.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -39,7 +39,7 @@ impl Container {
     ///
     /// There are several, or it is none of the snapshotter's, or has no image that is fetched when it is read.
     pub fn find(name: &str, before: &BTreeSet<PathBuf>) -> Result<Option<Self>> {
-        let mounts = Mounted::all().context("cannot read the kernel's table of mounts")?;
+        let mounts = Mounted::all().context("cannot read the kernel's mount table")?;
         let overlays = mounts.iter().filter(|mount| mount.kind == "overlay");
         if let Some(manifest) = name.strip_prefix(DIGEST) {
             let new = overlays.filter(|mount| upper(mount).is_some_and(|upper| !before.contains(&upper)));
@@ -70,7 +70,7 @@ impl Container {
 
     /// Returns the upper directories of all containers. The numbers of mounts are used again; the snapshotter's directories are not.
     pub fn uppers() -> Result<BTreeSet<PathBuf>> {
-        let mounts = Mounted::all().context("cannot read the kernel's table of mounts")?;
+        let mounts = Mounted::all().context("cannot read the kernel's mount table")?;
         Ok(mounts.iter().filter_map(upper).collect())
     }
 
@@ -90,12 +90,12 @@ impl Container {
     }
 }
 
-/// The kernel's table of mounts.
+/// The kernel's mount table.
 pub struct Table(File);
 
 impl Table {
     pub fn open() -> Result<Self> {
-        File::open("/proc/self/mountinfo").map(Self).context("cannot open the kernel's table of mounts")
+        File::open("/proc/self/mountinfo").map(Self).context("cannot open the kernel's mount table")
     }
 
     /// Waits for a change, at most this long; returns whether there was one since the last call.

@@ -270,7 +270,7 @@ fn erofs(
     }
 }
 
-/// Calls [`configure`] with the file that was verified. The table of mounts shows its path; if the file was removed, it shows a
+/// Calls [`configure`] with the file that was verified. The mount table shows its path; if the file was removed, it shows a
 /// descriptor.
 fn configure_proved(image: &Image, (proved, path): (&File, &Path), packs: &[&Path]) -> Result<Configured> {
     let open = |pack: &&Path| File::open(pack).with_context(|| format!("cannot open {}", pack.display()));
@@ -279,7 +279,7 @@ fn configure_proved(image: &Image, (proved, path): (&File, &Path), packs: &[&Pat
     let devices: Vec<&Path> = places.iter().map(PathBuf::as_path).collect();
     let files: Vec<_> = [(path, proved)].into_iter().chain(devices.iter().copied().zip(&opened)).collect();
     private_root::with_files(&files, || configure(image, path, &devices)).unwrap_or_else(|error| {
-        tracing::debug!("the table of mounts will not show the name of the image: {error}");
+        tracing::debug!("the mount table will not show the name of the image: {error}");
         configure(image, &descriptor_path(proved), packs)
     })
 }

@@ -1,5 +1,5 @@
-//! Gives open files a path for the table of mounts. The path of a verified file may by now lead to another file, so the kernel
-//! must open the verified one. But the table of mounts shows the path that was opened, and the path of a descriptor is
+//! Gives open files a path for the mount table. The path of a verified file may by now lead to another file, so the kernel
+//! must open the verified one. But the mount table shows the path that was opened, and the path of a descriptor is
 //! meaningless to people.
 //!
 //! So a thread with a private root directory, which contains only these files at their paths, calls the kernel.
@@ -76,7 +76,7 @@ fn mount_file(path: &Path, file: &OwnedFd) -> Result<()> {
     move_mount(file.as_fd(), "", CWD, path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
 }
 
-/// Returns paths for further files, which the table of mounts does not show.
+/// Returns paths for further files, which the mount table does not show.
 pub fn placeholder_paths(count: usize) -> Vec<PathBuf> {
     (0..count).map(|number| format!("/.ferry-files/{number}").into()).collect()
 }

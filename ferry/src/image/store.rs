@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ferry_image::{
-    ChangeKind, Digests, ExclusiveStore, GcObjects, GcReport, Image, LiveSet, Share, Store, Usage, object_locations,
+    ChangeKind, Digests, ExclusiveStore, GcObjects, GcReport, Image, ImageUsage, LiveSet, Store, Usage,
+    object_locations,
 };
 use serde_json::json;
 
@@ -194,7 +195,7 @@ pub fn du(args: &DuArgs) -> Result<()> {
         let images: Vec<_> = images
             .iter()
             .map(|(file, bytes, found)| {
-                let Share { bytes: data, own_bytes: own } = usage.share(found);
+                let ImageUsage { bytes: data, own_bytes: own } = usage.of_image(found);
                 json!({"image": file.display().to_string(), "image_bytes": bytes, "data_bytes": data, "own_bytes": own})
             })
             .collect();
@@ -204,7 +205,7 @@ pub fn du(args: &DuArgs) -> Result<()> {
     }
     let mut text = format!("{:>12} {:>14} {:>14}  image\n", "metadata", "data", "not shared");
     for (file, bytes, found) in &images {
-        let Share { bytes: data, own_bytes: own } = usage.share(found);
+        let ImageUsage { bytes: data, own_bytes: own } = usage.of_image(found);
         text += &format!("{bytes:>12} {data:>14} {own:>14}  {}\n", file.display());
     }
     text += &format!(

@@ -46,7 +46,7 @@ impl Upper {
         }
         let lock = File::open(&work).with_context(|| format!("cannot open {}", work.display()))?;
         flock(&lock, FlockOperation::LockExclusive).with_context(|| format!("cannot lock {}", work.display()))?;
-        let mounts = Mounted::all().context("cannot read the kernel's table of mounts")?;
+        let mounts = Mounted::all().context("cannot read the kernel's mount table")?;
         if let Some(mounted) = mounted_on(&mounts, &dir) {
             bail!("{} is already the upper layer of the mount on {}", dir.display(), mounted.display());
         }

@@ -349,11 +349,16 @@ fn range_lock(kind: i32, from: i64, to: i64) -> libc::flock {
     libc::flock { l_type, l_whence: 0, l_start: from, l_len: to - from, l_pid: 0 }
 }
 
-/// Waits until a mount is no longer in the table of mounts.
+/// Waits until a mount is no longer in the mount table.
 pub fn wait_for_unmount(id: u64) -> io::Result<()> {
     // Opened before the first check, so that no change is missed.
     let table = File::open("/proc/self/mountinfo")?;
-    while Mounted::all()?.iter().any(|mounted| mounted.id == id) {
+    let Some(Mounted { kind, source, .. }) = Mounted::all()?.into_iter().find(|mounted| mounted.id == id) else {
+        return Ok(());
+    };
+    // The kernel uses numbers again.
+    let is_it = |mounted: &Mounted| mounted.id == id && mounted.kind == kind && mounted.source == source;
+    while Mounted::all()?.iter().any(is_it) {
         match poll(&mut [PollFd::new(&table, PollFlags::PRI)], None) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),

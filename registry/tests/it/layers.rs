@@ -598,7 +598,7 @@ fn lists_that_are_wrong_are_not_taken() {
     assert!(!taken().unwrap(), "there is none");
     let long = vec![b'/'; usize::try_from(LIST_BYTES_MAX).unwrap() + 1];
     let error = push_trace(&remote, None, &long).unwrap_err().to_string();
-    assert!(error.contains("which may have 4194304"), "{error}");
+    assert!(error.contains("the maximum is 4194304"), "{error}");
     let error = push_trace(&remote, Some(&"0".repeat(64)), b"/a\n").unwrap_err().to_string();
     assert!(error.contains("the container's is sha256:000"), "{error}");
     push_trace(&remote, Some(&manifest), b"/a\n").unwrap();
@@ -613,7 +613,7 @@ fn lists_that_are_wrong_are_not_taken() {
         (json!({"layers": [blob(3)]}), "it is of another image"),
         (json!({"layers": [], "subject": own}), "it is not a trace list"),
         (json!({"layers": [{"digest": "sha256:1"}], "subject": own}), "it is not a trace list"),
-        (json!({"layers": [blob(5 << 30)], "subject": own}), "which may have 4194304"),
+        (json!({"layers": [blob(5 << 30)], "subject": own}), "the maximum is 4194304"),
         (json!({"layers": [blob(2)], "subject": own}), "came damaged"),
         (json!({"layers": "x", "subject": own}), "invalid type"),
         (json!({"manifests": []}), "missing field"),

@@ -29,17 +29,17 @@ pub(crate) struct Applied {
 
 impl Layers {
     /// Whether a layer was unpacked into a snapshot.
-    pub(crate) fn is_applied(&self, id: u64) -> bool {
-        self.folders.applied(id).exists()
+    pub(crate) fn is_applied(&self, id: u64) -> Result<bool> {
+        let path = self.folders.applied(id);
+        path.try_exists().doing("inspect", path)
     }
 
     /// Returns the layer that was unpacked into a snapshot, if there is one.
     pub(crate) fn applied(&self, id: u64) -> Result<Option<Applied>> {
-        let path = self.folders.applied(id);
-        if !path.exists() {
+        if !self.is_applied(id)? {
             return Ok(None);
         }
-        let image = Image::open(&path, None)?;
+        let image = Image::open(&self.folders.applied(id), None)?;
         let packs = image.packs().iter().map(|pack| pack.name.hex()).collect();
         let digest = image.digest().to_string();
         Ok(Some(Applied { image: LayerImage { digest, packs }, usage: usage(&image)? }))

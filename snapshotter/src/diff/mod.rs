@@ -101,7 +101,7 @@ impl Snapshotter {
 
     /// Checks that the directory of a snapshot has what belongs there.
     pub(crate) fn check_not_applied(&self, key: &str, record: &Record) -> Result<()> {
-        if record.kind() != Kind::Active || !self.layers.is_applied(record.id) {
+        if record.kind() != Kind::Active || !self.layers.is_applied(record.id)? {
             return Ok(());
         }
         let why =

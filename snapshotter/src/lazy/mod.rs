@@ -181,6 +181,11 @@ impl Lazy {
         }
     }
 
+    /// Whether the image of a snapshot was made.
+    pub fn has(&self, remote: &RemoteLayers) -> bool {
+        self.folder(&remote.key()).join("image").exists()
+    }
+
     fn is_here(&self, image: &LazyImage) -> bool {
         self.folder(&key(&image.container.to_string(), image.covers)).join("image").exists()
     }

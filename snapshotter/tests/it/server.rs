@@ -137,7 +137,7 @@ impl Drop for Server {
 }
 
 fn mount_points(folder: &Path) -> Vec<PathBuf> {
-    let table = fs::read_to_string("/proc/self/mountinfo").expect("there is a table of mounts");
+    let table = fs::read_to_string("/proc/self/mountinfo").expect("there is a mount table");
     let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
     points.filter(|point| point.starts_with(folder)).collect()
 }

@@ -33,7 +33,7 @@ fn the_unit_keeps_mounts_where_they_are_seen() {
     for (name, _) in set {
         let has_namespace =
             ["Private", "Protect", "ReadOnly", "ReadWrite", "Bind", "Temporary", "Inaccessible", "Root"];
-        assert!(!has_namespace.iter().any(|prefix| name.starts_with(prefix)), "{name} gives it a namespace of mounts");
+        assert!(!has_namespace.iter().any(|prefix| name.starts_with(prefix)), "{name} gives it a mount namespace");
         assert!(!["MountFlags", "DynamicUser", "CapabilityBoundingSet", "SystemCallFilter"].contains(&name), "{name}");
     }
 }

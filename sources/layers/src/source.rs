@@ -76,7 +76,7 @@ impl LayerStore {
     /// Returns the directory of an image, with one more reference.
     fn image(&self, reference: &str) -> Result<Entry> {
         let ino = self.finder.tree.refer_image(reference).ok_or_else(|| {
-            tracing::warn!("{reference}: clients know too many images: its layers are left to the engine to pull");
+            tracing::warn!("{reference}: too many images are in use; the engine must pull its layers");
             Errno::NOENT
         })?;
         Ok(Entry::new(ino, fixed(ino, None)))
@@ -84,9 +84,9 @@ impl LayerStore {
 
     fn layer(&self, reference: &str, name: Name<'_>) -> Result<Entry> {
         let name = digest_of(name.as_bytes()).ok_or(Errno::NOENT)?;
-        for reference in self.finder.tree.crowd() {
+        for reference in self.finder.tree.references_to_evict() {
             if let Ok(name) = Name::new(reference_name(&reference).as_bytes()) {
-                // What clients use they keep.
+                // Clients keep entries that are in use.
                 self.changes.publish(SessionId::default(), || Change::Entry { dir: Ino::ROOT, name: name.to_buf() });
             }
         }
@@ -94,7 +94,7 @@ impl LayerStore {
         Ok(Entry::new(layer.ino(), fixed(layer.ino(), None)))
     }
 
-    /// Counts that an engine begins to use a layer, which is known, or ends that. It takes `NOENT` for success.
+    /// Records that an engine begins to use a layer (`known`), or no longer does. Returns `NOENT`, which engines treat as success.
     fn count_use(&self, key: (&str, &str), known: Option<&crate::entry::Entry>) -> Errno {
         if let Err(error) = self.finder.entries.count_use(key, known) {
             tracing::warn!("cannot count the uses of layer {}: {}", key.1, ferry_image::told(&error));

@@ -20,6 +20,8 @@ use ferry_vfs::{FileSystem, Ino, RatelimitedLog};
 
 use crate::entry::{Entry, Key};
 
+/// The maximum memory of open layers: their images, and the indexes of their packs, which are about as long.
+const MEMORY_BYTES_MAX: u64 = 1 << 30;
 /// The maximum number of images that clients know.
 const IMAGES_MAX: usize = 4096;
 /// Set in the number of the directory of an image.
@@ -49,6 +51,7 @@ pub(crate) struct MountedLayer {
     pub entry: Entry,
     pub info: Vec<u8>,
     pub source: Source,
+    memory_bytes: u64,
     /// Its blob, once somebody has read it.
     pub blob: Mutex<Option<Arc<File>>>,
     pub log: RatelimitedLog,
@@ -100,6 +103,8 @@ struct State {
     images_ever: u64,
     layers: HashMap<u64, (Arc<MountedLayer>, Instant)>,
     layer_numbers: HashMap<Key, u64>,
+    /// The memory of all open layers.
+    memory_bytes: u64,
     layers_ever: u64,
     /// What layers that are closed have counted.
     closed: HashMap<&'static str, u64>,
@@ -108,7 +113,11 @@ struct State {
 impl State {
     fn close(&mut self, number: u64) {
         let Some((layer, _)) = self.layers.remove(&number) else { return };
-        self.layer_numbers.remove(&layer.key);
+        self.memory_bytes -= layer.memory_bytes;
+        // It may be that of a newer one.
+        if self.layer_numbers.get(&layer.key) == Some(&number) {
+            self.layer_numbers.remove(&layer.key);
+        }
         for (name, count) in layer.source.counts() {
             *self.closed.entry(name).or_default() += count;
         }
@@ -154,20 +163,25 @@ impl Tree {
         Some(Arc::clone(layer))
     }
 
-    /// Adds a layer, and closes another one if there are too many.
+    /// Adds a layer, and closes others if they are too many or take too much memory.
     pub(crate) fn mount(&self, key: &Key, entry: &Entry, source: Source) {
+        let memory_bytes = source.bytes().saturating_mul(2);
         let mut state = lock(&self.state);
-        while state.layers.len() >= self.layers_max {
+        while state.layers.len() >= self.layers_max
+            || state.memory_bytes.saturating_add(memory_bytes) > MEMORY_BYTES_MAX
+        {
             if !state.close_one() {
                 tracing::warn!(
-                    "{} layers are in use: layer {} of {} is left to the engine to pull",
+                    "{} layers with {} bytes of metadata are in use: layer {} of {} is left to the engine to pull",
                     state.layers.len(),
+                    state.memory_bytes,
                     key.1,
                     key.0
                 );
                 return;
             }
         }
+        state.memory_bytes += memory_bytes;
         state.layers_ever += 1;
         let number = state.layers_ever;
         let layer = MountedLayer {
@@ -176,6 +190,7 @@ impl Tree {
             info: entry.info(),
             entry: entry.clone(),
             source,
+            memory_bytes,
             blob: Mutex::default(),
             log: RatelimitedLog::default(),
             references: AtomicU64::new(0),
@@ -186,9 +201,11 @@ impl Tree {
 
     /// Returns the references of images that clients know, if there are so many images or layers that clients should drop what they
     /// do not use.
-    pub(crate) fn crowd(&self) -> Vec<Arc<str>> {
+    pub(crate) fn references_to_evict(&self) -> Vec<Arc<str>> {
         let state = lock(&self.state);
-        let is_crowded = state.layers.len() * 4 >= self.layers_max * 3 || state.images.len() * 4 >= IMAGES_MAX * 3;
+        let is_crowded = state.layers.len() * 4 >= self.layers_max * 3
+            || state.memory_bytes >= MEMORY_BYTES_MAX / 4 * 3
+            || state.images.len() * 4 >= IMAGES_MAX * 3;
         if is_crowded { state.image_numbers.keys().cloned().collect() } else { Vec::new() }
     }
 
@@ -216,7 +233,8 @@ impl Tree {
             let less = |references: u64| Some(references.saturating_sub(count));
             let before = layer.references.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
             // Some stay open, for engines that come back.
-            if before.is_ok_and(|before| before <= count) && state.layers.len() * 2 > self.layers_max {
+            let is_crowded = state.layers.len() * 2 > self.layers_max || state.memory_bytes > MEMORY_BYTES_MAX / 2;
+            if before.is_ok_and(|before| before <= count) && is_crowded {
                 state.close(ino.0 >> LAYER_SHIFT);
             }
             return;

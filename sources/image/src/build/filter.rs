@@ -59,11 +59,11 @@ impl Filter {
 enum Token {
     Byte(u8),
     /// `?`: any byte but `/`.
-    One,
+    AnyByte,
     /// `*`: any number of bytes but `/`.
-    Some,
+    AnyBytes,
     /// `**`: any number of bytes.
-    All,
+    AnyPath,
 }
 
 /// A pattern for names, as in shells: `?` is any byte and `*` any number of bytes but `/`, `**` is any number of bytes,
@@ -97,13 +97,13 @@ impl Pattern {
         let mut bytes = text.iter().copied();
         while let Some(byte) = bytes.next() {
             let token = match byte {
-                b'*' if tokens.last() == Some(&Token::Some) => {
+                b'*' if tokens.last() == Some(&Token::AnyBytes) => {
                     tokens.pop();
-                    Token::All
+                    Token::AnyPath
                 }
-                b'*' if tokens.last() == Some(&Token::All) => continue,
-                b'*' => Token::Some,
-                b'?' => Token::One,
+                b'*' if tokens.last() == Some(&Token::AnyPath) => continue,
+                b'*' => Token::AnyBytes,
+                b'?' => Token::AnyByte,
                 b'[' => {
                     return Err(
                         "sets of letters in [ ] are not known: write a pattern for each, or \\[ for the letter",
@@ -131,9 +131,9 @@ impl Pattern {
             for at in (0..self.tokens.len()).filter(|at| now[*at]) {
                 match self.tokens[at] {
                     Token::Byte(wanted) if wanted == *byte => self.reach(&mut next, at + 1),
-                    Token::One if *byte != b'/' => self.reach(&mut next, at + 1),
-                    Token::Some if *byte != b'/' => self.reach(&mut next, at),
-                    Token::All => self.reach(&mut next, at),
+                    Token::AnyByte if *byte != b'/' => self.reach(&mut next, at + 1),
+                    Token::AnyBytes if *byte != b'/' => self.reach(&mut next, at),
+                    Token::AnyPath => self.reach(&mut next, at),
                     _ => {}
                 }
             }
@@ -146,7 +146,7 @@ impl Pattern {
     fn reach(&self, next: &mut [bool], at: usize) {
         let mut at = at;
         next[at] = true;
-        while matches!(self.tokens.get(at), Some(Token::Some | Token::All)) {
+        while matches!(self.tokens.get(at), Some(Token::AnyBytes | Token::AnyPath)) {
             at += 1;
             next[at] = true;
         }

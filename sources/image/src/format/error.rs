@@ -75,7 +75,7 @@ pub enum Error {
         finding: String,
     },
     /// The written file has a wrong digest.
-    #[error("what was written for {} has the fs-verity digest {found}, not {wanted}: disk or memory are faulty, or the index names another one's", path.display())]
+    #[error("what was written for {} has the fs-verity digest {found}, not {wanted}: disk or memory are faulty, or the index has the digest of another pack", path.display())]
     Unlike {
         /// The file.
         path: PathBuf,
@@ -93,9 +93,7 @@ pub enum Error {
         source: io::Error,
     },
     /// A cache limit for an image whose objects are separate files.
-    #[error(
-        "what is kept of images of the layout composefs is not bounded: their objects are files that others may use, too"
-    )]
+    #[error("--cache-size does not apply to the composefs layout: its objects are files that others may use, too")]
     NoLimit,
     /// A pack of the image is missing from the store, or damaged.
     #[error("the pack {pack} in {}: {reason}", store.display())]

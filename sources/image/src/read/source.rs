@@ -27,6 +27,11 @@ pub struct Source {
 }
 
 impl Source {
+    /// Returns the length of the image, which is in memory, in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.image.bytes()
+    }
+
     /// Opens an image and its packs.
     ///
     /// # Errors

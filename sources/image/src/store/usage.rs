@@ -13,7 +13,7 @@ use crate::store::object_list::{self, StoredFile};
 use crate::store::packs::Store;
 
 /// The maximum number of chunks of a file (256 GiB), to limit memory. A larger file counts as one object.
-const PIECES_MAX: u64 = 1 << 22;
+const CHUNKS_MAX: u64 = 1 << 22;
 
 /// The location of an object.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,16 +31,16 @@ pub enum ObjectLocation {
 /// The image is damaged.
 pub fn object_locations(image: &Image) -> ImageResult<BTreeMap<ObjectLocation, u64>> {
     let mut found = BTreeMap::new();
-    let (mut entries_left, mut pieces_left) = (image.bytes() / ENTRY_BYTES as u64, PIECES_MAX);
+    let (mut entries_left, mut chunks_left) = (image.bytes() / ENTRY_BYTES as u64, CHUNKS_MAX);
     each_file(image, &mut |inode, data| {
         match data {
             // An image's claims are limited by its size, or by memory.
-            Data::Far { pack, block } if chunk::count(inode.bytes) > pieces_left => {
+            Data::Far { pack, block } if chunk::count(inode.bytes) > chunks_left => {
                 found.insert(ObjectLocation::Packed(image.packs()[pack].name, block), inode.bytes);
             }
             data @ (Data::Far { .. } | Data::Chunks(_)) => {
                 let count = chunk::count(inode.bytes);
-                let left = if matches!(data, Data::Far { .. }) { &mut pieces_left } else { &mut entries_left };
+                let left = if matches!(data, Data::Far { .. }) { &mut chunks_left } else { &mut entries_left };
                 let crowded = Flaw { what: "more pieces than there is room for", offset: 0 };
                 *left = left.checked_sub(count).ok_or(crowded)?;
                 for piece in data.pieces(inode.bytes) {
@@ -65,9 +65,9 @@ pub struct Usage {
     objects: BTreeMap<ObjectLocation, (usize, u64)>,
 }
 
-/// Sizes of objects, rounded up to whole blocks.
+/// The space of one image: sizes of objects, rounded up to whole blocks.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub struct Share {
+pub struct ImageUsage {
     /// Of all objects of the image.
     pub bytes: u64,
     /// Of those that no other image has.
@@ -101,16 +101,16 @@ impl Usage {
     }
 
     /// Returns the space of an image that was added.
-    pub fn share(&self, object_locations: &BTreeMap<ObjectLocation, u64>) -> Share {
-        let mut share = Share::default();
+    pub fn of_image(&self, object_locations: &BTreeMap<ObjectLocation, u64>) -> ImageUsage {
+        let mut usage = ImageUsage::default();
         for (place, bytes) in object_locations {
             let bytes = padded(*bytes);
-            share.bytes = share.bytes.saturating_add(bytes);
+            usage.bytes = usage.bytes.saturating_add(bytes);
             if self.objects.get(place).is_none_or(|(count, _)| *count < 2) {
-                share.own_bytes = share.own_bytes.saturating_add(bytes);
+                usage.own_bytes = usage.own_bytes.saturating_add(bytes);
             }
         }
-        share
+        usage
     }
 
     /// Returns the space of the store.

@@ -344,7 +344,7 @@ fn hostile_directories_are_refused() {
         ("a hard link to itself", &[("file", LINK, "file", b"")]),
         ("a whiteout of no name", &[(".wh.", FILE, "", b"")]),
         ("a whiteout of no name", &[("dir/.wh...", FILE, "", b"")]),
-        ("something is in a whiteout", &[(".wh.dir/file", FILE, "", b"x")]),
+        ("a path continues below a whiteout", &[(".wh.dir/file", FILE, "", b"x")]),
         ("its parent is not a directory", &[("file/inner", FILE, "", b"x")]),
         ("more than 255 symbolic links", &[("loop", SYMLINK, "./loop", b""), ("loop/x", FILE, "", b"x")]),
     ];

@@ -205,7 +205,7 @@ fn what_is_shared_by_pieces_is_compared_counted_and_kept() {
     let mut usage = ferry_image::Usage::default();
     usage.add(&before);
     usage.add(&after);
-    assert_eq!((usage.share(&before).own_bytes, usage.share(&after).own_bytes), (PIECE, PIECE));
+    assert_eq!((usage.of_image(&before).own_bytes, usage.of_image(&after).own_bytes), (PIECE, PIECE));
     drop(store);
     // Both packs are needed by the new one.
     let mut needed = ferry_image::LiveSet::default();

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use common::{Bench, bytes, fill};
 use ferry_image::{
-    BuildOptions, Change, ChangeKind, Digests, ExclusiveStore, Flaw, GcReport, Image, Layout, LiveSet, Share, Source,
-    Store, Total, Usage, build, diff, object_locations,
+    BuildOptions, Change, ChangeKind, Digests, ExclusiveStore, Flaw, GcReport, Image, ImageUsage, Layout, LiveSet,
+    Source, Store, Total, Usage, build, diff, object_locations,
 };
 use ferry_vfs::FileType;
 
@@ -163,8 +163,8 @@ fn usage_counts_what_is_shared_once() {
     all.iter().for_each(|image| usage.add(image));
     // Blocks of 4096: three for each of the five, two for the sixth.
     let blocks = |count: u64| count * 4096;
-    assert_eq!(usage.share(&all[0]), Share { bytes: blocks(15), own_bytes: blocks(3) });
-    assert_eq!(usage.share(&all[1]), Share { bytes: blocks(14), own_bytes: blocks(2) });
+    assert_eq!(usage.of_image(&all[0]), ImageUsage { bytes: blocks(15), own_bytes: blocks(3) });
+    assert_eq!(usage.of_image(&all[1]), ImageUsage { bytes: blocks(14), own_bytes: blocks(2) });
     let total = usage.total(&Store::open(&bench.store()).expect("a store")).expect("it can be read");
     let (live_bytes, garbage_bytes) = (blocks(17), blocks(13));
     assert_eq!(total, Total { packs: 3, objects: 0, bytes: blocks(30), live_bytes, garbage_bytes });
@@ -378,7 +378,7 @@ fn objects_that_no_image_needs_go_and_nothing_else() {
     let total = usage.total(&Store::open(&bench.store()).expect("a store")).expect("it can be read");
     assert_eq!((total.objects, total.bytes, total.live_bytes, total.garbage_bytes), (5, 61_440, 36_864, 24_576));
     usage.add(&two);
-    assert_eq!(usage.share(&one), Share { bytes: 36_864, own_bytes: 24_576 });
+    assert_eq!(usage.of_image(&one), ImageUsage { bytes: 36_864, own_bytes: 24_576 });
     let done = collect(&bench, &["one"], Duration::ZERO, false);
     assert_eq!(done, dry);
     // Three objects, and two files that are none.

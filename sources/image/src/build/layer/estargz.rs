@@ -55,7 +55,7 @@ pub(super) fn unpack(packed: &[u8], expected: &[u8; DIGEST_BYTES]) -> Result<Vec
     let bytes = u64::from_str_radix(digits, 8).ok().filter(|_| header.starts_with(NAME));
     let bytes = bytes.ok_or("its table of contents has another name")?;
     if bytes > TOC_BYTES_MAX {
-        return Err(format!("its table of contents has {bytes} bytes, which may have {TOC_BYTES_MAX}"));
+        return Err(format!("its table of contents has {bytes} bytes; the maximum is {TOC_BYTES_MAX}"));
     }
     let mut json = Vec::new();
     archive.take(bytes).read_to_end(&mut json).map_err(broken)?;

@@ -28,7 +28,9 @@ pub(super) struct Position {
 impl Position {
     /// Parses an annotation.
     pub(super) fn parse(text: &str) -> Result<Self, Refusal> {
-        let wrong = || format!("{:?} is no place of a table of contents", text.chars().take(80).collect::<String>());
+        let wrong = || {
+            format!("{:?} is not a valid position of a table of contents", text.chars().take(80).collect::<String>())
+        };
         let number = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse::<u64>().ok())?;
         let fields: Vec<Option<u64>> = text.split(':').map(number).collect();
         let [Some(offset), Some(bytes @ 1..), Some(unpacked), Some(kind)] = fields[..] else { return Err(wrong()) };
@@ -37,7 +39,7 @@ impl Position {
         }
         if bytes > TOC_BYTES_MAX || unpacked > TOC_BYTES_MAX {
             return Err(format!(
-                "its table of contents has {} bytes, which may have {TOC_BYTES_MAX}",
+                "its table of contents has {} bytes; the maximum is {TOC_BYTES_MAX}",
                 bytes.max(unpacked)
             ));
         }
@@ -56,7 +58,7 @@ impl Position {
         if found == self.unpacked {
             Ok(json)
         } else {
-            Err(format!("its table of contents has not {} bytes", self.unpacked))
+            Err(format!("its table of contents unpacks to {found} bytes, not {}", self.unpacked))
         }
     }
 }

@@ -34,7 +34,7 @@ pub(super) fn mark<'a, 'b>(names: &'b [Name<'a>]) -> Result<Option<Mark<'a, 'b>>
         return Ok(Some(if is_opaque { Mark::Opaque(parents) } else { Mark::Nothing }));
     }
     if names.len() > at + 1 {
-        return Err("something is in a whiteout".into());
+        return Err("a path continues below a whiteout".into());
     }
     let gone = Name::new(&name[WHITEOUT.len()..]).map_err(|error| format!("a whiteout of no name ({error})"))?;
     Ok(Some(Mark::Gone([parents, &[gone]].concat())))
@@ -66,8 +66,8 @@ impl LayerMarks {
         };
         let Some(mark) = mark(names)? else { return Ok(false) };
         let how = whiteouts.ok_or(
-            "a whiteout: the archive is a layer that belongs on others. Say what becomes of it where there are none \
-             (--whiteouts drop, overlay or keep), or build of the whole image (oci:DIR)",
+            "a whiteout: the archive is one layer of an image. Choose --whiteouts drop, overlay or keep, or build the \
+             whole image (oci:DIR)",
         )?;
         let (parents, name) = match &mark {
             _ if how == Whiteouts::Drop => return Ok(true),
