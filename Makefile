@@ -18,7 +18,7 @@ help:
 	@echo 'make conformance  rewrites docs/conformance.md from what the last make test-all printed'
 	@echo 'make xfstests XFSTESTS=CHECKOUT  the group generic/quick of xfstests, as root (XFSTESTS_COLUMNS: which sources, and how)'
 	@echo 'make bench     the benchmarks, against the other servers'
-	@echo 'make install   the program, its man pages, completions, units of systemd and descriptors for libvirt (PREFIX, DESTDIR)'
+	@echo 'make install   the program, its man pages, completions, systemd units and descriptors for libvirt (PREFIX, DESTDIR)'
 	@echo 'make deb, rpm  a package for Debian, and for distributions with RPM, in target/dist'
 	@echo 'make static    the programs without shared libraries, in target/static/ARCH (ARCH=aarch64 for another machine)'
 	@echo 'make container an image with that program (ARCH), an OCI image directory in target/dist'

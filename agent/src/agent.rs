@@ -65,7 +65,7 @@ pub enum AgentError {
         /// The mount point.
         path: PathBuf,
     },
-    /// The table of mounts cannot be watched.
+    /// The mount table cannot be watched.
     #[error("cannot wait for {}", path.display())]
     Wait {
         /// The mount point.

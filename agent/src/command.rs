@@ -76,10 +76,10 @@ fn start(program: &'static str, args: &Args) -> std::io::Result<Vec<JoinHandle<u
     let shutdown = Arc::new(Shutdown::new()?);
     let readiness = Arc::new(Readiness::new(args.mounts.len()));
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
-    let (ends, is_told) = (Arc::clone(&shutdown), Arc::clone(&readiness));
+    let (ends, manager) = (Arc::clone(&shutdown), Arc::clone(&readiness));
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if signals.forever().next().is_some() {
-            is_told.stopping();
+            manager.stopping();
             // Those that cannot be interrupted end after their wait.
             let _ = ends.end();
         }
@@ -92,7 +92,7 @@ fn start(program: &'static str, args: &Args) -> std::io::Result<Vec<JoinHandle<u
             let outcome = place.serve(&mut || {
                 if !std::mem::replace(&mut is_ready, true) {
                     tracing::debug!("{}: ready", place.path.display());
-                    readiness.one();
+                    readiness.mount_ready();
                 }
             });
             match outcome {

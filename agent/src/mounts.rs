@@ -44,7 +44,7 @@ pub(crate) fn is_mount_point(path: &Path) -> bool {
     })
 }
 
-/// The table of mounts of this process's namespace.
+/// The mount table of this process's namespace.
 #[derive(Debug)]
 pub(crate) struct MountTable(File);
 

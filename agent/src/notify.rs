@@ -13,24 +13,24 @@ pub(crate) struct Readiness {
 }
 
 impl Readiness {
-    /// `count`: how often [`Self::one`] is called before all is ready.
+    /// `count`: how often [`Self::mount_ready`] is called before all is ready.
     pub(crate) fn new(count: usize) -> Self {
         Self { left: AtomicUsize::new(count), socket: notification_socket("events are replayed") }
     }
 
     /// One more mount is ready.
-    pub(crate) fn one(&self) {
+    pub(crate) fn mount_ready(&self) {
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.tell("READY=1");
+            self.notify("READY=1");
         }
     }
 
     /// The agents end.
     pub(crate) fn stopping(&self) {
-        self.tell("STOPPING=1");
+        self.notify("STOPPING=1");
     }
 
-    fn tell(&self, what: &str) {
+    fn notify(&self, what: &str) {
         if let Some(socket) = &self.socket
             && let Err(error) = socket.send(what.as_bytes())
         {
@@ -74,9 +74,9 @@ mod tests {
         let socket = connect(path.as_os_str().as_bytes()).expect("connected");
         let readiness = Readiness { left: AtomicUsize::new(2), socket: Some(socket) };
         let mut buffer = [0; 32];
-        readiness.one();
+        readiness.mount_ready();
         assert!(manager.recv(&mut buffer).is_err(), "one of two");
-        readiness.one();
+        readiness.mount_ready();
         readiness.stopping();
         for expected in ["READY=1", "STOPPING=1"] {
             let bytes = manager.recv(&mut buffer).expect("a message");

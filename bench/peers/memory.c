@@ -1,7 +1,7 @@
 /*
  * The memory file system: one buffer for each file, names in one hash table whose chains have locks of their own.
  *
- * A node lives as long as anything refers to it: the kernel's look-ups and its name each count once.
+ * A node lives as long as anything refers to it: the kernel's lookups and its name each count once.
  */
 
 #include "peer.h"
@@ -142,7 +142,7 @@ static void memory_forget_multi(fuse_req_t req, size_t count, struct fuse_forget
 	fuse_reply_none(req);
 }
 
-/* Makes a node with a name. It has two references: the name's and that of the look-up which the answer is. */
+/* Makes a node with a name. It has two references: the name's and that of the lookup which the answer is. */
 static int make(fuse_req_t req, fuse_ino_t parent, const char *text, mode_t mode, struct node **made)
 {
 	struct node *dir = node_of(parent), *node = calloc(1, sizeof(*node));

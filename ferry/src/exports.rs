@@ -102,7 +102,7 @@ impl RunningExports {
             mounts.iter().for_each(|mount| mount.wait());
             ends.iter().for_each(ferry_virtiofs::Ended::wait);
             drop(mounts);
-            over.say();
+            over.shutdown();
         };
         std::thread::Builder::new().name("watch".into()).spawn(wait).context("cannot start a thread")?;
         Ok(())

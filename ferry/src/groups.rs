@@ -83,7 +83,7 @@ fn check_share(share: &Share) -> Result<(), clap::Error> {
         return Err(error(
             "share",
             ErrorKind::MissingRequiredArgument,
-            "<SOURCE> is missing: a directory, mem or pmem:PATH",
+            "<SOURCE> is missing: a directory, mem, pmem:PATH, image:PATH, layers:DIR, or 9p: with an address",
         ));
     }
     if !share.has_export() {
@@ -294,7 +294,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_flag_of_the_whole_call_stands_anywstart_dir() {
+    fn global_flags_are_accepted_anywhere() {
         let args = "ferry share /a --virtiofs 1.sock --json /b --virtiofs 2.sock --log warn";
         let Invocation { cli, more, .. } = parse(args.split(' ').map(OsString::from)).expect("a good line");
         assert_eq!(cli.log.as_deref(), Some("warn"));
@@ -303,7 +303,7 @@ pub mod tests {
     }
 
     #[test]
-    fn walls_are_around_all_disks() {
+    fn one_sandbox_confines_all_disks() {
         let line = "ferry disk /a --vhost-user 1.sock /b --vhost-user 2.sock --sandbox none --seccomp log";
         let Invocation { cli, more_disks, .. } = parse(line.split(' ').map(OsString::from)).expect("a good line");
         let Command::Disk(first) = cli.command else { panic!("not the disk command") };

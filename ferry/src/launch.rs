@@ -77,7 +77,7 @@ pub fn run<S: Serve>(
     server.start()?;
     let mut signal = None;
     if ready(&server)? {
-        server.notify_when_done(endings.over())?;
+        server.notify_when_done(endings.handle())?;
         service_manager::ready();
         signal = endings.wait();
         service_manager::stopping();

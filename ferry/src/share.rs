@@ -327,7 +327,7 @@ fn start(
         if let Some(mountpoint) = &share.mount {
             let options = exports::mount_options(share, &name, words, is_shared(shares, opened, opened_source));
             let options = ferry_fuse::Options { limiter: Some(limiter()), ..options };
-            // Before the mount covers it, and as the table of mounts has it.
+            // Before the mount covers it, and as the mount table has it.
             let mountpoint = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.clone());
             let export = serving.mount(&mountpoint, source, options)?;
             control::set_mounted(&mut served, &mountpoint, &export, Arc::clone(opened_source))?;

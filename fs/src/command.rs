@@ -48,9 +48,9 @@ pub struct MountArgs {
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
 
-    /// What every command has.
+    /// The common flags.
     #[command(flatten)]
-    pub place: Place,
+    pub common: CommonArgs,
 
     /// The transport of requests between the kernel and this program.
     #[arg(long, value_name = "PATH", default_value = "auto", value_parser = ["auto", "uring", "devfuse"])]
@@ -76,14 +76,14 @@ pub struct VirtiofsArgs {
     #[arg(long)]
     pub events: bool,
 
-    /// What every command has.
+    /// The common flags.
     #[command(flatten)]
-    pub place: Place,
+    pub common: CommonArgs,
 }
 
 /// The flags of every command.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Place {
+pub struct CommonArgs {
     /// Its name: in the host's mount table [default: the program's name], or in the guest, where mount takes it
     /// [default: none].
     ///
@@ -108,7 +108,7 @@ pub struct Place {
 /// How long clients may cache names, attributes and data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Cache {
-    /// Not at all: every look-up, getattr and read is a request.
+    /// Not at all: every lookup, getattr and read is a request.
     None,
     /// Names and attributes for a second, data until the next open or a visible change.
     #[default]
@@ -141,10 +141,10 @@ impl Command {
         }
     }
 
-    pub(crate) fn place(&self) -> &Place {
+    pub(crate) fn common(&self) -> &CommonArgs {
         match self {
-            Self::Mount(args) => &args.place,
-            Self::Virtiofs(args) => &args.place,
+            Self::Mount(args) => &args.common,
+            Self::Virtiofs(args) => &args.common,
         }
     }
 }
@@ -182,8 +182,11 @@ mod tests {
         for word in ["mount", "virtiofs"] {
             let line = ["hello", word, "/mnt/x", "--tag", "greeting", "--cache", "always", "--read-only"];
             let command = Cli::try_parse_from(line).unwrap().command;
-            let place = command.place();
-            assert_eq!((place.tag.as_deref(), place.cache, place.read_only), (Some("greeting"), Cache::Always, true));
+            let common = command.common();
+            assert_eq!(
+                (common.tag.as_deref(), common.cache, common.read_only),
+                (Some("greeting"), Cache::Always, true)
+            );
         }
     }
 

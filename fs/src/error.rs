@@ -6,25 +6,25 @@ use std::io;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The mount.
+    /// The mount failed.
     #[error(transparent)]
     Mount(#[from] ferry_fuse::Error),
-    /// The socket for virtual machines.
+    /// The socket for virtual machines cannot be created.
     #[error(transparent)]
     Socket(#[from] ferry_vhost::SocketError),
-    /// The virtio-fs device.
+    /// The virtio-fs device cannot be served.
     #[error(transparent)]
     Share(#[from] ferry_virtiofs::Error),
-    /// The tag.
+    /// The tag is invalid.
     #[error(transparent)]
     Tag(#[from] ferry_virtiofs::TagError),
-    /// The way to the kernel.
+    /// `--path` is invalid.
     #[error(transparent)]
     Path(#[from] ferry_fuse::PathError),
-    /// The level of the log.
+    /// `--log` is invalid.
     #[error(transparent)]
     Log(ferry_control::Error),
-    /// Signals.
+    /// Signal handlers cannot be installed.
     #[error("cannot catch signals: {0}")]
     Signals(io::Error),
 }

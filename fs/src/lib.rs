@@ -25,8 +25,8 @@
 //!
 //! # Seeing what it does
 //!
-//! `--log debug` is for the beginning. A program that runs has its log changed by `ferry log`, as have `ferry mount` and
-//! `ferry share`: on the whole, for the requests of one mount, or for those of one file.
+//! `--log LEVEL` sets the level at the start. `ferry log` changes it while the program runs: for the process, for the requests of
+//! one mount, or for those of one file.
 //!
 //! ```sh
 //! ferry log /mnt/hello                             # what is served, and what is logged
@@ -34,9 +34,9 @@
 //! ferry log /mnt/hello debug                       # on the program's standard error, until `default`
 //! ```
 //!
-//! That needs the program's log to be the one of [`run`] or [`Command::run`]. An author who has started a log already keeps it.
+//! This works if [`run`] or [`Command::run`] installed the logger; a program that has one already keeps it.
 //!
-//! # Options of one's own
+//! # Custom options
 //!
 //! [`Command`] is what [`run`] has on its command line, to be put below a [`clap`] parser with more:
 //!
@@ -61,7 +61,7 @@
 //! }
 //! ```
 //!
-//! # A program of one's own
+//! # A custom `main`
 //!
 //! [`fuse::Export`] mounts and [`virtiofs::Export`] listens, both with threads of their own; each takes an
 //! `Arc<dyn FileSystem>`, so one file system can be seen in several places at once. What is changed through one is then
@@ -89,7 +89,7 @@ mod error;
 mod serve;
 mod shutdown;
 
-pub use command::{Cache, Command, MountArgs, Place, VirtiofsArgs, run};
+pub use command::{Cache, Command, CommonArgs, MountArgs, VirtiofsArgs, run};
 pub use error::Error;
 pub use ferry_fuse as fuse;
 #[doc(inline)]

@@ -13,7 +13,7 @@ use crate::{Error, fuse, virtiofs};
 
 /// Serves the file system until a signal arrives or it is unmounted.
 pub(crate) fn serve_until_signal(command: &Command, fs: Arc<dyn FileSystem>) -> Result<(), Error> {
-    let logging = start_log(&command.place().log)?;
+    let logging = start_log(&command.common().log)?;
     // Before anything exists that a signal would leave behind.
     let mut signals = ShutdownSignals::catch(&ShutdownSignals::ALL).map_err(Error::Signals)?;
     match command {
@@ -43,12 +43,12 @@ fn mount(
     logging: Option<Logging>,
 ) -> Result<(), Error> {
     let name = program();
-    let source = args.place.tag.clone().unwrap_or_else(|| name.clone());
+    let source = args.common.tag.clone().unwrap_or_else(|| name.clone());
     let options = fuse::Options {
         path: args.path.parse()?,
-        cache: args.place.cache.into(),
+        cache: args.common.cache.into(),
         allow_other: args.allow_other,
-        read_only: args.place.read_only,
+        read_only: args.common.read_only,
         fsname: source.clone(),
         subtype: name,
         ..fuse::Options::default()
@@ -56,7 +56,7 @@ fn mount(
     // Before the mount covers it, and in the form of the mount table.
     let dir = args.dir.canonicalize().unwrap_or_else(|_| args.dir.clone());
     let export = Arc::new(fuse::Export::mount(&dir, Arc::clone(&fs), options)?);
-    let shown = ShareStatus { source: source.clone(), read_only: args.place.read_only, ..ShareStatus::default() };
+    let shown = ShareStatus { source: source.clone(), read_only: args.common.read_only, ..ShareStatus::default() };
     let mut served = ServedShare::new(shown, source, fs);
     let text = export.explain().to_string();
     let json = serde_json::to_value(export.explain()).unwrap_or_default();
@@ -64,10 +64,10 @@ fn mount(
     let is_there = move || seen.upgrade().is_some_and(|export| !export.has_ended());
     served.mounted(dir.to_string_lossy().into_owned(), TransportReport { text, json }, is_there);
     let control = control(logging, served);
-    let (watched, over) = (Arc::clone(&export), signals.over());
+    let (watched, handle) = (Arc::clone(&export), signals.handle());
     let watch = move || {
         watched.wait();
-        over.say();
+        handle.shutdown();
     };
     std::thread::Builder::new().name("mount".into()).spawn(watch).map_err(fuse::Error::Threads)?;
     let shown = args.dir.display();
@@ -87,12 +87,12 @@ fn offer(
     signals: &mut ShutdownSignals,
     logging: Option<Logging>,
 ) -> Result<(), Error> {
-    let tag = args.place.tag.as_deref().map(str::parse).transpose()?;
+    let tag = args.common.tag.as_deref().map(str::parse).transpose()?;
     let options = virtiofs::Options {
         tag,
         name: program(),
-        cache: args.place.cache.into(),
-        read_only: args.place.read_only,
+        cache: args.common.cache.into(),
+        read_only: args.common.read_only,
         events: args.events,
         ..virtiofs::Options::default()
     };
@@ -102,16 +102,16 @@ fn offer(
     let path = std::path::absolute(&args.socket).unwrap_or_else(|_| args.socket.clone());
     let shown = ShareStatus {
         source: name.clone(),
-        tag: args.place.tag.clone(),
+        tag: args.common.tag.clone(),
         virtiofs: Some(path.to_string_lossy().into_owned()),
-        read_only: args.place.read_only,
+        read_only: args.common.read_only,
         queues: Some(queues),
         ..ShareStatus::default()
     };
     let control = control(logging, ServedShare::new(shown, name, fs));
     say(&format!("waiting for virtual machines on {}; end with Ctrl-C", args.socket.display()));
-    if args.place.tag.is_none() {
-        say("QEMU names it itself; for User-mode Linux and crosvm, which ask the device, give it a name with --tag");
+    if args.common.tag.is_none() {
+        say("no --tag: QEMU sets the tag itself; User-mode Linux and crosvm need --tag NAME");
     }
     signals.wait();
     drop(control);

@@ -15,10 +15,10 @@ use signal_hook::iterator::{Handle, Signals};
 ///
 /// let mut signals = ShutdownSignals::catch(&ShutdownSignals::ALL)?;
 /// let export = Arc::new(mounted());
-/// let (watched, over) = (Arc::clone(&export), signals.over());
+/// let (watched, handle) = (Arc::clone(&export), signals.handle());
 /// std::thread::spawn(move || {
 ///     watched.wait();
-///     over.say();
+///     handle.shutdown();
 /// });
 /// signals.wait();
 /// export.stop();
@@ -49,14 +49,14 @@ impl ShutdownSignals {
         Ok(Self(Signals::new(signals)?))
     }
 
-    /// Waits for a signal and returns its number; `None` after [`ShutdownHandle::say`].
+    /// Waits for a signal and returns its number; `None` after [`ShutdownHandle::shutdown`].
     pub fn wait(&mut self) -> Option<i32> {
         self.0.forever().next()
     }
 
     /// Returns a handle that ends the wait.
     #[must_use]
-    pub fn over(&self) -> ShutdownHandle {
+    pub fn handle(&self) -> ShutdownHandle {
         ShutdownHandle(self.0.handle())
     }
 }
@@ -67,7 +67,7 @@ pub struct ShutdownHandle(Handle);
 
 impl ShutdownHandle {
     /// Ends the wait.
-    pub fn say(&self) {
+    pub fn shutdown(&self) {
         self.0.close();
     }
 }
@@ -79,9 +79,9 @@ mod tests {
     #[test]
     fn a_wait_can_be_ended() {
         let mut signals = ShutdownSignals::catch(&[signal_hook::consts::SIGUSR1]).expect("a signal");
-        let over = signals.over();
+        let handle = signals.handle();
         let thread = std::thread::spawn(move || signals.wait());
-        over.say();
+        handle.shutdown();
         assert_eq!(thread.join().expect("no panic"), None);
     }
 

@@ -261,7 +261,7 @@ impl Served {
         let mounts: Vec<String> = mounts.chain(shared).collect();
         assert_eq!(inside.mounts(), mounts);
         assert_eq!(fs::read_link(inside.file("cwd")).unwrap(), Path::new("/"));
-        // In another namespace of mounts they have the names that they have there. The host's table of descriptors would be
+        // In another mount namespace they have the names that they have there. The host's table of descriptors would be
         // named by the process id.
         let dirs = inside.open_directories();
         let is_inside = |dir: &PathBuf| dir == Path::new("/proc/self/fd") || shares > 0 && dir.starts_with("/share/");

@@ -37,7 +37,7 @@ use ferry_vfs::{Event, Ino, Name, NameBuf, Place};
 
 /// The longest message: an ioctl's length has 14 bits, and records are multiples of 8 bytes.
 pub const MESSAGE_BYTES_MAX: usize = 16_376;
-/// The length of an announcement and of its reply.
+/// The length of an announcement and of its reply, in bytes.
 pub const ANNOUNCEMENT_BYTES: usize = 16;
 /// Waits for events: `_IOR(0xfe, 1, MESSAGE_BYTES_MAX)`.
 pub const WAIT: u32 = command(2, 1, MESSAGE_BYTES_MAX);
@@ -45,7 +45,7 @@ pub const WAIT: u32 = command(2, 1, MESSAGE_BYTES_MAX);
 pub const ANNOUNCE: u32 = command(3, 2, ANNOUNCEMENT_BYTES);
 /// Ends the wait of the agent of this mount, with EINTR: `_IO(0xfe, 3)`.
 pub const INTERRUPT: u32 = command(0, 3, 0);
-/// The group for files (`setfsgid`) of an agent that replays. Requests of root with this group never change the source,
+/// The filesystem group id (`setfsgid`) of an agent that replays. Requests of root with this group never change the source,
 /// announced or not, also after a restart of the server. It is the text "FRP1", which no system assigns.
 pub const REPLAY_GID: u32 = u32::from_be_bytes(*b"FRP1");
 
@@ -66,19 +66,19 @@ const fn command(direction: u32, number: u32, bytes: usize) -> u32 {
 /// What happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// A name was made.
+    /// A name was created.
     Created,
     /// A name was removed.
     Removed,
     /// A name was moved, or two were exchanged.
     Renamed,
-    /// Data were written.
+    /// Data was written.
     Modified,
     /// A file was closed that was open for writing.
     Closed,
     /// Attributes were changed.
     Attributes,
-    /// No event: data that the client has are not valid any more. Not for agents, who see by the events.
+    /// No event: data that the client caches is not valid any more. Not sent to agents: events imply it.
     StaleData,
     /// The same of attributes.
     StaleAttributes,
@@ -96,7 +96,7 @@ impl Kind {
         Self::StaleAttributes,
     ];
 
-    /// Whether it is no event.
+    /// Returns whether the record is a cache invalidation, not an event.
     pub fn is_stale(self) -> bool {
         matches!(self, Self::StaleData | Self::StaleAttributes)
     }
@@ -214,10 +214,10 @@ impl<'a> Record<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EventError {
     /// It has no header, or of another version.
-    #[error("a message of {0} bytes does not begin as one of events does")]
+    #[error("not an event message of this version ({0} bytes)")]
     Header(usize),
     /// Its length is not what the header says.
-    #[error("a message says that it has {said} bytes, and has {bytes}")]
+    #[error("event message: the header says {said} bytes, the buffer has {bytes}")]
     Length {
         /// In the header.
         said: u32,
@@ -225,11 +225,14 @@ pub enum EventError {
         bytes: usize,
     },
     /// A record is cut off, or its parts contradict each other.
-    #[error("the record at byte {0} of a message of events is malformed")]
+    #[error("event message: the record at byte {0} is malformed")]
     Record(usize),
     /// An announcement has another length.
-    #[error("an announcement has {ANNOUNCEMENT_BYTES} bytes, not {0}")]
+    #[error("an announcement of {0} bytes; expected {ANNOUNCEMENT_BYTES}")]
     Announcement(usize),
+    /// Its reserved bytes are in use.
+    #[error("the reserved bytes of an announcement are not zero")]
+    Reserved,
 }
 
 fn part<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
@@ -254,7 +257,7 @@ impl MessageWriter {
         Self { bytes, bytes_max: MESSAGE_BYTES_MAX, records: 0, flags: if is_lossy { LOST } else { 0 } }
     }
 
-    /// Keeps it shorter than [`MESSAGE_BYTES_MAX`].
+    /// Limits the message to `bytes_max` bytes, and never more than [`MESSAGE_BYTES_MAX`].
     #[must_use]
     pub fn within(mut self, bytes_max: usize) -> Self {
         self.bytes_max = self.bytes_max.min(bytes_max);
@@ -424,7 +427,7 @@ impl Announcement {
             (Some(number), Some(mode), Some([0, 0, 0, 0])) => {
                 Ok(Self { number: u64::from_le_bytes(number), mode: u32::from_le_bytes(mode) })
             }
-            _ => Err(EventError::Announcement(bytes.len())),
+            _ => Err(EventError::Reserved),
         }
     }
 }

@@ -327,7 +327,7 @@ fn markdown(lines: &[Line], machine: &Machine, bench: &Bench) -> String {
         }
     }
     out.push('\n');
-    parts::disappointments(&mut out, lines, |_| true);
+    parts::shortfalls(&mut out, lines, |_| true);
     out
 }
 

@@ -127,7 +127,7 @@ fn places() -> Vec<Vec<u8>> {
     table.split(|&byte| byte == b'\n').map(place).collect()
 }
 
-/// Blanks and the like stand as octal numbers in the table of mounts.
+/// Blanks and the like stand as octal numbers in the mount table.
 fn unescape(text: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let mut rest = text;

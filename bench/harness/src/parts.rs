@@ -83,8 +83,8 @@ fn named(rows: &[&str]) -> String {
 }
 
 /// The last chapter: where a peer whose name passes `counts` is better, and what did not run and why, each reason once.
-pub fn disappointments(out: &mut String, lines: &[Line], counts: impl Fn(&str) -> bool) {
-    out.push_str("\n## What disappoints\n\n");
+pub fn shortfalls(out: &mut String, lines: &[Line], counts: impl Fn(&str) -> bool) {
+    out.push_str("\n## Below a peer, skipped or failed\n\n");
     let before = out.len();
     for line in lines {
         for (peer, ratio) in line.ratio.iter().filter(|(peer, ratio)| counts(peer) && **ratio < 1.0) {
@@ -140,16 +140,16 @@ mod tests {
     }
 
     #[test]
-    fn disappointing_rows_are_reported_with_each_reason_once() {
+    fn rows_below_a_peer_are_reported_with_each_reason_once() {
         let mut lines = [line("a", 1.0, [2.0, 4.0]), line("b", 3.0, [2.0, 4.0]), line("c", 4.0, [2.0, 2.0])];
         lines.iter_mut().for_each(|line| line.skip("other: no"));
         let mut out = String::new();
-        disappointments(&mut out, &lines, |peer| peer == "peer");
+        shortfalls(&mut out, &lines, |peer| peer == "peer");
         assert!(out.contains("\n* a (c): 0.33 of peer\n* skipped: other: no (in a (c), b (c), c (c))\n"), "{out}");
         lines[0] = line("a", 2.0, [1.0, 4.0]);
-        disappointments(&mut out, &lines[..1], |_| true);
+        shortfalls(&mut out, &lines[..1], |_| true);
         assert!(out.ends_with("* a (c): 0.80 of peer; the runs of both overlap\n"), "{out}");
-        disappointments(&mut out, &lines[..1], |_| false);
+        shortfalls(&mut out, &lines[..1], |_| false);
         assert!(out.ends_with("No row is below its peers, none was skipped or failed.\n"), "{out}");
     }
 

@@ -102,7 +102,7 @@ fn markdown(lines: &[Line], machine: &Machine, summary: &Summary) -> String {
     out.push_str("\n![How many times better Ferry is, row by row](virtiofs.svg)\n\n");
     figures(&mut out, lines);
     counts(&mut out, lines);
-    parts::disappointments(&mut out, lines, |peer| peer == PEER);
+    parts::shortfalls(&mut out, lines, |peer| peer == PEER);
     out
 }
 
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn shows_figures_and_disappointments() {
+    fn shows_figures_and_shortfalls() {
         let (rows, mut lines) = lines();
         lines[0].skip("qemu-9p: no");
         let text = markdown(&lines, &Machine::default(), &Summary::of(&rows, &lines));

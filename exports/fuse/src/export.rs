@@ -47,19 +47,19 @@ pub enum Error {
     #[error(transparent)]
     Mount(#[from] MountError),
     /// [`Path::Uring`] was required.
-    #[error("FUSE-over-io_uring was asked for and cannot be had: {reason}")]
+    #[error("FUSE over io_uring was requested but is not available: {reason}")]
     NoUring {
         /// Why, and what would help.
         reason: String,
     },
     /// [`Options::passthrough`] was required.
-    #[error("passthrough was asked for and cannot be had: {reason}")]
+    #[error("passthrough was requested but is not available: {reason}")]
     NoPassthrough {
         /// Why, and what would help.
         reason: String,
     },
     /// The first messages.
-    #[error("the kernel and we did not agree on how to speak: {0}")]
+    #[error("FUSE INIT failed: {0}")]
     Handshake(std::io::Error),
     /// Threads.
     #[error(

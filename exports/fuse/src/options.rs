@@ -75,11 +75,11 @@ pub struct Options {
     pub read_only: bool,
     /// The kernel checks permissions; sources expect it. Default: yes.
     pub default_permissions: bool,
-    /// What the table of mounts shows as the source. Default: `ferry`.
+    /// What the mount table shows as the source. Default: `ferry`.
     pub fsname: String,
-    /// What the log calls it; `None` (the default): as the table of mounts does.
+    /// What the log calls it; `None` (the default): as the mount table does.
     pub name: Option<String>,
-    /// The type in the table of mounts, after `fuse.`. Default: `ferry`.
+    /// The type in the mount table, after `fuse.`. Default: `ferry`.
     pub subtype: String,
     /// The source has other exports. With [`Cache::Always`], a file first opened for writing then does not use
     /// passthrough, so that the others are notified of each write. The kernel requires overlapping opens to agree: a file

@@ -244,7 +244,7 @@ impl Target {
         let begin = Instant::now();
         loop {
             let found = Self::find_once(target);
-            // A mount is in the table of mounts a moment before its server listens.
+            // A mount is in the mount table a moment before its server listens.
             let may_come = found.is_err() && is_in_mount(target) && begin.elapsed() < START_PATIENCE;
             if !may_come {
                 return found;

@@ -91,7 +91,7 @@ pub struct Share {
 
     /// Limit requests per second (iops=N, up to 1000000000), bytes per second (bps=SIZE, up to 1T), or both: iops=2000,bps=100M.
     ///
-    /// Requests over the limit wait. A rate that was not used for up to burst=SECONDS (1 to 60) may be used at once [default: a
+    /// Requests over the limit wait. Unused rate accumulates for up to burst=SECONDS (1 to 60) [default: a
     /// twentieth of a second]. Shares of this process with the same group=NAME use one limit together and get equal parts of
     /// it. The data of a request are what it asks to read or write; requests that only release something are free. With a
     /// limit there is no passthrough and no DAX window, because data would pass it by. `ferry set` changes it.
@@ -172,8 +172,8 @@ pub struct Share {
     pub no_xattr: bool,
 
     /// Tell the agents in guests (ferry agent) what others do, so that programs there that watch files (inotify) see it, and
-    /// 9P clients that are Ferry, so that their caches are right. For a directory of root's, this adds work to every change on
-    /// its file system; for other users it is less exact.
+    /// 9P clients that are Ferry, so that their caches are right. A server that runs as root adds work to every change on
+    /// the file system of the directory; for other users, events are less exact.
     #[arg(long, help_heading = "For virtual machines")]
     pub events: bool,
 
@@ -223,7 +223,7 @@ pub struct Share {
     pub no_readdirplus: bool,
 
     /// The size of the DAX window, in which guests map files: a power of two from 2M to 256M, or off. The VMM must ask for the
-    /// window: see QEMU below [default: 256M].
+    /// window: see "A DAX window" in the guide [default: 256M].
     #[arg(long, value_name = "SIZE", help_heading = "For virtual machines")]
     pub dax: Option<Window>,
 
@@ -434,7 +434,7 @@ pub struct Share {
     #[arg(long, help_heading = "For mounts")]
     pub nonempty: bool,
 
-    /// The source in the table of mounts [default: the source].
+    /// The source in the mount table [default: the source].
     #[arg(long, value_name = "NAME", help_heading = "For mounts")]
     pub fsname: Option<String>,
 
@@ -493,7 +493,7 @@ impl Share {
         })
     }
 
-    /// Returns the name in the table of mounts and in the log.
+    /// Returns the name in the mount table and in the log.
     pub fn name(&self) -> String {
         self.fsname.clone().unwrap_or_else(|| self.source.to_string_lossy().into_owned())
     }

@@ -70,7 +70,7 @@ impl Kind {
 
     /// Returns the word for this source, with its path relative to a folder.
     pub fn word_in(self, folder: &Path) -> PathBuf {
-        // The table of mounts shows it, so it has no `/./`.
+        // The mount table shows it, so it has no `/./`.
         let plain = |path: PathBuf| folder.join(path).components().collect::<PathBuf>();
         let below = |prefix: &[u8], path: PathBuf| {
             let mut word = OsStr::from_bytes(prefix).to_owned();

@@ -26,7 +26,7 @@ pub struct Sources {
     all: Vec<Source>,
     /// The index of each share's source.
     of_share: Vec<usize>,
-    /// The mount points of this process, as in the table of mounts. A source that contains one does not see the mount.
+    /// The mount points of this process, as in the mount table. A source that contains one does not see the mount.
     mount_points: Vec<PathBuf>,
 }
 

@@ -26,7 +26,7 @@ const SUMMARY_HEADING: &str = "\n# Reference\n";
 struct Page {
     file: String,
     title: String,
-    /// How many pages it is below in the summary.
+    /// Its depth in the summary.
     depth: usize,
     text: String,
 }
@@ -156,7 +156,7 @@ fn fits(command: &Command) -> bool {
     ORIGIN.len() + whole(command, None).len() <= PAGE_BYTES_MAX
 }
 
-/// The commands of a command, by their names.
+/// The subcommands, sorted.
 fn sorted(command: &Command) -> Vec<&Command> {
     let mut commands: Vec<_> = commands(command).collect();
     commands.sort_by_key(|command| command.get_name());

@@ -267,7 +267,7 @@ fn images_are_mounted_by_relative_paths() {
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let pid = place.mounted_by(&mut in_place(&["mount", "image:./i.img", "mnt", "--store", "store"]));
     assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
-    // The table of mounts says where it is from, for people in any folder.
+    // The mount table says where it is from, for people in any folder.
     let source = format!(" image:{} ", place.at("i.img").display());
     assert!(place.mounts()[0].contains(&source), "{:?}", place.mounts());
     place.unmount(pid);

@@ -207,7 +207,7 @@ fn a_mistake_leaves_no_image() {
     }
 }
 
-/// What is wrong may show once the image was made: what this start has made goes again, with walls and without, and nothing else does.
+/// What is wrong may show once the image was made: what this start has made goes again, with a sandbox and without, and nothing else does.
 #[test]
 fn a_start_that_fails_late_leaves_no_image() {
     needs_fuse!();

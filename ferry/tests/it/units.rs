@@ -1,4 +1,4 @@
-//! The units of systemd in `dist/systemd`, as `make install` writes them.
+//! The systemd units in `dist/systemd`, as `make install` writes them.
 
 use crate::common;
 use crate::service_manager::{Manager, PATIENCE, signal};
@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use common::{ferry, run, wait};
 use rustix::process::Signal;
 
-/// Directives that give a service a namespace of mounts (systemd.exec(5)), in which it would mount for itself alone.
+/// Directives that give a service a mount namespace (systemd.exec(5)), in which it would mount for itself alone.
 const WITH_MOUNT_NAMESPACE: [&str; 22] = [
     "BindPaths",
     "BindReadOnlyPaths",

@@ -43,7 +43,7 @@ fn main() -> ExitCode {
     if layers.contains(&"capabilities") {
         Capabilities::of_server(false).limit(Capabilities::NONE).unwrap();
     }
-    if let Some(landlock) = layers.iter().find_map(|wall| wall.strip_prefix("landlock")) {
+    if let Some(landlock) = layers.iter().find_map(|layer| layer.strip_prefix("landlock")) {
         // The only port that can be connected to.
         let ports: Vec<u16> = landlock.strip_prefix(':').map(|port| port.parse().unwrap()).into_iter().collect();
         let fenced =

@@ -56,7 +56,7 @@ impl Process {
         self.started.kill();
         let end = Instant::now() + START;
         while !inside.is_gone() {
-            assert!(Instant::now() < end, "the process behind the walls does not end");
+            assert!(Instant::now() < end, "the confined process does not end");
             std::thread::sleep(TICK);
         }
     }

@@ -225,7 +225,7 @@ fn nothing_past_the_new_end_is_mapped_when_a_file_shrinks() {
     share_is_released(&share, far);
 }
 
-/// The program behind its walls, each thread with what it needs and no more: a call that it must not make would end it.
+/// The program in its sandbox, each thread with what it needs and no more: a call that it must not make would end it.
 #[test]
 fn a_server_that_confines_itself_sees_to_it_too() {
     const PART: u64 = CHUNK + 5000;

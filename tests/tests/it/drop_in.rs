@@ -387,7 +387,7 @@ fn the_number_of_a_server_that_runs_stays_in_its_file() {
             let ended = served.child.try_wait().unwrap();
             assert!(Instant::now() < end, "{}: {ended:?}", program.display());
             if ended.is_some() {
-                // The part of virtiofsd's that is behind its walls has the lock, too, and dies a moment after it was killed.
+                // virtiofsd's confined process has the lock, too, and dies a moment after it was killed.
                 assert_ne!(at, 0, "{}: {ended:?}", program.display());
                 served.child = again().spawn().unwrap();
                 next = served.child.id().to_string();

@@ -47,9 +47,9 @@ impl EscapeAttempts {
     }
 
     /// What it says, or the signal that ends it.
-    fn attempt(&self, walls: &str, attempt: &str, what: &str) -> String {
+    fn attempt(&self, sandbox: &str, attempt: &str, what: &str) -> String {
         let mut command = as_user(self.user, &self.program);
-        let output = command.arg(walls).arg(self.tree.at("shared")).args([attempt, what]).output().unwrap();
+        let output = command.arg(sandbox).arg(self.tree.at("shared")).args([attempt, what]).output().unwrap();
         // A supervisor returns the exit status of a signal as shells do.
         let signal = output.status.signal().or(output.status.code().and_then(|code| code.checked_sub(128)));
         match signal.filter(|signal| *signal > 0) {
@@ -62,17 +62,17 @@ impl EscapeAttempts {
 
     /// The attempt works without the sandbox, and ends like this with it.
     #[track_caller]
-    fn is_stopped(&self, walls: &str, attempt: &str, what: &str, expected: &str) {
-        assert_eq!(self.attempt("none", attempt, what), "worked", "{attempt} {what}, without walls");
+    fn is_stopped(&self, sandbox: &str, attempt: &str, what: &str, expected: &str) {
+        assert_eq!(self.attempt("none", attempt, what), "worked", "{attempt} {what}, without a sandbox");
         if ["create", "device"].contains(&attempt) {
             fs::remove_file(self.tree.at("shared").join(what)).unwrap();
         }
-        assert_eq!(self.attempt(walls, attempt, what), expected, "{attempt} {what}, behind {walls}");
+        assert_eq!(self.attempt(sandbox, attempt, what), expected, "{attempt} {what}, in the sandbox {sandbox}");
     }
 
     #[track_caller]
-    fn works(&self, walls: &str, attempt: &str, what: &str) {
-        assert_eq!(self.attempt(walls, attempt, what), "worked", "{attempt} {what}, behind {walls}");
+    fn works(&self, sandbox: &str, attempt: &str, what: &str) {
+        assert_eq!(self.attempt(sandbox, attempt, what), "worked", "{attempt} {what}, in the sandbox {sandbox}");
     }
 }
 
@@ -94,32 +94,32 @@ fn each_wall_holds(user: u32) {
     let mut sleeper = as_user(user, Path::new("/bin/sleep")).arg("600").spawn().unwrap();
     let sleeping = sleeper.id().to_string();
 
-    let walls = "namespaces";
-    escapes.is_stopped(walls, "open", &secret, &errno(libc::ENOENT));
-    escapes.is_stopped(walls, "below", "../outside/secret", &errno(libc::ENOENT));
-    escapes.is_stopped(walls, "below", "link", &errno(libc::ENOENT));
-    escapes.is_stopped(walls, "create", "../new", &errno(libc::EROFS));
-    escapes.is_stopped(walls, "connect", &address, &errno(libc::ENETUNREACH));
-    escapes.is_stopped(walls, "abstract", &name, &errno(libc::ECONNREFUSED));
-    escapes.is_stopped(walls, "signal", &sleeping, &errno(libc::ESRCH));
-    escapes.is_stopped(walls, "processes", "", &errno(libc::ENOENT));
-    escapes.works(walls, "below", "file");
+    let sandbox = "namespaces";
+    escapes.is_stopped(sandbox, "open", &secret, &errno(libc::ENOENT));
+    escapes.is_stopped(sandbox, "below", "../outside/secret", &errno(libc::ENOENT));
+    escapes.is_stopped(sandbox, "below", "link", &errno(libc::ENOENT));
+    escapes.is_stopped(sandbox, "create", "../new", &errno(libc::EROFS));
+    escapes.is_stopped(sandbox, "connect", &address, &errno(libc::ENETUNREACH));
+    escapes.is_stopped(sandbox, "abstract", &name, &errno(libc::ECONNREFUSED));
+    escapes.is_stopped(sandbox, "signal", &sleeping, &errno(libc::ESRCH));
+    escapes.is_stopped(sandbox, "processes", "", &errno(libc::ENOENT));
+    escapes.works(sandbox, "below", "file");
     if user == 0 {
-        escapes.is_stopped(walls, "device", "null", &errno(libc::EACCES));
+        escapes.is_stopped(sandbox, "device", "null", &errno(libc::EACCES));
         escapes.is_stopped("capabilities", "mount", "", &errno(libc::EPERM));
         escapes.is_stopped("capabilities", "chroot", "", &errno(libc::EPERM));
     }
 
-    let walls = "landlock";
-    escapes.is_stopped(walls, "open", &secret, &errno(libc::EACCES));
-    escapes.is_stopped(walls, "below", "../outside/secret", &errno(libc::EACCES));
-    escapes.is_stopped(walls, "below", "link", &errno(libc::EACCES));
-    escapes.is_stopped(walls, "execute", "", &errno(libc::EACCES));
-    escapes.is_stopped(walls, "connect", &address, &errno(libc::EACCES));
-    escapes.is_stopped(walls, "abstract", &name, &errno(libc::EPERM));
-    escapes.is_stopped(walls, "signal", &sleeping, &errno(libc::EPERM));
-    escapes.works(walls, "below", "file");
-    escapes.works(walls, "create", "made");
+    let sandbox = "landlock";
+    escapes.is_stopped(sandbox, "open", &secret, &errno(libc::EACCES));
+    escapes.is_stopped(sandbox, "below", "../outside/secret", &errno(libc::EACCES));
+    escapes.is_stopped(sandbox, "below", "link", &errno(libc::EACCES));
+    escapes.is_stopped(sandbox, "execute", "", &errno(libc::EACCES));
+    escapes.is_stopped(sandbox, "connect", &address, &errno(libc::EACCES));
+    escapes.is_stopped(sandbox, "abstract", &name, &errno(libc::EPERM));
+    escapes.is_stopped(sandbox, "signal", &sleeping, &errno(libc::EPERM));
+    escapes.works(sandbox, "below", "file");
+    escapes.works(sandbox, "create", "made");
     // With a port that may be connected to, all others stay closed.
     let (other, port) = (TcpListener::bind("127.0.0.1:0").unwrap(), server.local_addr().unwrap().port());
     let with_port = format!("landlock:{port}");
@@ -160,12 +160,12 @@ fn each_role_is_held_to_its_own() {
         ("keeper", &["memory", "thread", "fork", "execute", "signal"]),
     ];
     for (role, attempts) in too_much {
-        let walls =
+        let sandbox =
             if ["worker", "disk", "mapper"].contains(&role) { format!("seccomp,{role}") } else { role.to_owned() };
         let myself = std::process::id().to_string();
-        attempts.iter().for_each(|attempt| escapes.is_stopped(&walls, attempt, &myself, SIGSYS));
+        attempts.iter().for_each(|attempt| escapes.is_stopped(&sandbox, attempt, &myself, SIGSYS));
         if ["supervisor", "keeper"].contains(&role) {
-            escapes.is_stopped(&walls, "below", "file", SIGSYS);
+            escapes.is_stopped(&sandbox, "below", "file", SIGSYS);
         }
     }
     // And can do what they are there for.
@@ -391,7 +391,7 @@ fn landlock_stands_around_a_directory() {
 }
 
 /// A directory that the guest knows is moved out of the share. The server's descriptor leads there still, and where Landlock is the only
-/// wall, it is Landlock that has it open no file there.
+/// layer, it is Landlock that refuses to open a file there.
 #[test]
 fn files_that_are_moved_out_are_not_opened() {
     if !is_root() {
@@ -474,7 +474,7 @@ fn root_without_sys_admin_acts_for_others_on() {
     assert!(said.contains("--sandbox namespace") && said.contains("SETUID"), "{said}");
 }
 
-/// A server that may use one CPU still knows, behind its walls, that its clients have others: it looks for the next request for
+/// A server that may use one CPU still knows, in its sandbox, that its clients have others: it looks for the next request for
 /// a moment before it sleeps, so that it need not be called for each.
 #[test]
 fn one_that_is_bound_to_a_cpu_polls() {

@@ -55,8 +55,8 @@ fn ours(capabilities: Capabilities) -> u64 {
     capabilities.bits() & Capabilities::of_thread().unwrap().bits()
 }
 
-/// Writes and reads by a guest, on both sides of a server that goes away meanwhile and comes back by `again`; each time the walls are
-/// looked at.
+/// Writes and reads by a guest, on both sides of a server that goes away meanwhile and comes back by `again`; each time the sandbox is
+/// inspected.
 fn goes_on(client: &Served, expected: &Expected<'_>, server: Served, again: impl FnOnce(Served) -> Served) -> Served {
     let mut guest = client.guest();
     let (file, open) = guest.create(ROOT, "new", O_RDWR_CREAT, 0o100_644).unwrap();

@@ -170,7 +170,7 @@ fn killed(cell: &Cell) {
         }
     }
     let error = |error: std::io::Error| error.raw_os_error().unwrap();
-    assert_eq!(error(fs::metadata(at.join("kept")).unwrap_err()), libc::ENOTCONN, "{cell}: a look-up");
+    assert_eq!(error(fs::metadata(at.join("kept")).unwrap_err()), libc::ENOTCONN, "{cell}: a lookup");
     assert_eq!(error(fs::write(at.join("new"), "").unwrap_err()), libc::ENOTCONN, "{cell}: a new file");
     // Somebody still has a file of the dead mount, and the next one is put in its place all the same.
     let next = Mounted::again(*cell, &at, &options);

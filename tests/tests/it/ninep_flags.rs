@@ -156,7 +156,7 @@ fn the_server_receives_users_and_open_flags() {
     }
 }
 
-/// Of many look-ups at once only so many requests are under way.
+/// Of many lookups at once only so many requests are under way.
 #[test]
 fn as_many_requests_are_under_way_as_was_said() {
     const CALLERS: usize = 12;

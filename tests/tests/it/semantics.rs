@@ -70,7 +70,7 @@ fn cached_for_long() {
     checks(Place::Disk, options(Cache::Always), None);
 }
 
-/// The program, behind all of its walls: whatever a guest does, it gets by with its capabilities and system calls.
+/// The program in its whole sandbox: whatever a guest does, it gets by with its capabilities and system calls.
 #[test]
 fn confined() {
     let more = ["--inode-file-handles", "never", "--modcaps", "+sys_admin:+linux_immutable"];

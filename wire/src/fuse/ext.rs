@@ -29,12 +29,12 @@ impl<'a, T: FromBytes + IntoBytes + Immutable> Records<'a, T> {
         self.bytes
     }
 
-    /// How many there are.
+    /// Returns the number of entries.
     pub fn len(&self) -> usize {
         self.bytes.len() / size_of::<T>()
     }
 
-    /// Whether there is none.
+    /// Returns whether there are no entries.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
@@ -96,12 +96,12 @@ pub struct SecurityContexts<'a> {
 }
 
 impl<'a> SecurityContexts<'a> {
-    /// How many there are.
+    /// Returns the number of entries.
     pub fn len(&self) -> usize {
         self.count as usize
     }
 
-    /// Whether there is none.
+    /// Returns whether there are no entries.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }

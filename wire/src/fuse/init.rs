@@ -13,7 +13,7 @@ pub struct InitRequest {
     pub major: u32,
     /// Minor version. If it is below [`abi::MINOR_MIN`], only `major` and `minor` are valid.
     pub minor: u32,
-    /// Most bytes of read-ahead.
+    /// The maximum read-ahead in bytes.
     pub max_readahead_bytes: u32,
     /// Features of the client.
     pub flags: InitFlags,
@@ -70,7 +70,7 @@ pub struct Negotiated {
     pub flags: InitFlags,
     /// Maximum payload of a WRITE, in bytes.
     pub max_write_bytes: u32,
-    /// Most bytes of read-ahead.
+    /// The maximum read-ahead in bytes.
     pub max_readahead_bytes: u32,
 }
 

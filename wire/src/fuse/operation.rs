@@ -126,7 +126,7 @@ pub enum Operation<'a> {
         name: Name<'a>,
         /// Permissions, with the type of a regular file.
         new: CreateArgs,
-        /// Flags, which include `O_EXCL` and `O_TRUNC`.
+        /// Open flags; they may include `O_EXCL` and `O_TRUNC`.
         flags: OFlags,
         /// Clear suid and sgid, with `O_TRUNC`.
         clear_privileges: bool,
@@ -192,7 +192,7 @@ pub enum Operation<'a> {
     Readdir {
         /// What to list.
         at: DirRange,
-        /// Room for the listing.
+        /// Room for the listing, in bytes.
         bytes_max: u32,
     },
     /// End a directory handle.
@@ -254,14 +254,14 @@ pub enum Operation<'a> {
     Bmap {
         /// Block of the file.
         block: u64,
-        /// Size of a block.
+        /// Size of a block in bytes.
         block_bytes: u32,
     },
     /// Device control.
     Ioctl {
         /// The handle.
         handle: Handle,
-        /// `IOCTL_*`.
+        /// `FUSE_IOCTL_*`.
         flags: u32,
         /// The command.
         command: u32,
@@ -269,7 +269,7 @@ pub enum Operation<'a> {
         argument: u64,
         /// The data at the argument's address.
         input: &'a [u8],
-        /// Room for output.
+        /// Room for output, in bytes.
         out_bytes_max: u32,
     },
     /// Poll for events.
@@ -278,7 +278,7 @@ pub enum Operation<'a> {
         handle: Handle,
         /// The client's handle for the notification.
         client_handle: u64,
-        /// `POLL_*`.
+        /// `FUSE_POLL_*`.
         flags: u32,
         /// Events of interest.
         events: u32,
@@ -300,7 +300,7 @@ pub enum Operation<'a> {
     },
     /// Unmap ranges of the DAX window.
     Removemapping {
-        /// Offsets and lengths.
+        /// Offsets and lengths in the window, in bytes.
         ranges: Records<'a, RemovemappingOne>,
     },
     /// Interrupt another request; no reply.

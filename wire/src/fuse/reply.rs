@@ -92,26 +92,26 @@ pub enum Reply<'a> {
     Open(Opened),
     /// The number of bytes written or copied.
     Write {
-        /// So many.
+        /// Bytes written or copied.
         bytes: u32,
     },
     /// The number of bytes copied (COPY_FILE_RANGE_64).
     CopyFileRange64 {
-        /// So many.
+        /// Bytes copied.
         bytes: u64,
     },
     /// Statistics of the file system.
     Statfs(Statfs),
     /// The length of a value or list of extended attributes.
     XattrSize {
-        /// So long.
+        /// The length in bytes.
         bytes: u32,
     },
     /// A conflicting lock, or none.
     Lock(Option<Lock>),
     /// The offset of the next data or hole.
     Lseek {
-        /// There.
+        /// The offset in bytes.
         offset: u64,
     },
     /// The outcome of an ioctl.

@@ -7,7 +7,7 @@ use crate::body::{Body, FieldError, ensure, name};
 
 /// A message that cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a 9P message of type {kind}: {reason}")]
+#[error("malformed 9P message (type {kind}): {reason}")]
 pub struct DecodeError {
     /// The tag for the reply; `None` if the header is incomplete.
     pub tag: Option<Tag>,

@@ -74,7 +74,7 @@ pub enum Reply<'a> {
     },
     Clunk,
     Remove,
-    /// Blocks are in units of [`Statfs::frsize`], the only block size in the message.
+    /// Blocks are in units of [`Statfs::frsize`], the only block size in the message. `id`: the number of the file system.
     Statfs {
         totals: Statfs,
         id: u64,

@@ -130,20 +130,21 @@ pub fn encode_transfer_head(kind: u8, fid: Fid, offset: u64, bytes: u32) -> [u8;
     head
 }
 
-/// A request. The decoder translates flags to the values of this host.
+/// A request (intro(5) for the messages of 9P2000, `protocol.md` of diod for those of 9P2000.L). Offsets, lengths and
+/// `bytes_max` are in bytes. The decoder translates flags to the values of this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "fields shared by several variants are documented here")]
 pub enum Request<'a> {
-    /// Begins a session and ends the previous one.
+    /// Tversion: begins a session and ends the previous one.
     Version {
         /// The longest message that the client accepts, in bytes.
         msize: u32,
         /// The client's version, such as `9P2000.L`.
         version: &'a [u8],
     },
-    /// Begins an authentication.
+    /// Tauth: begins an authentication.
     Auth { afid: Fid, user: User<'a>, tree: &'a [u8] },
-    /// Makes `fid` the root of a tree for a user.
+    /// Tattach: makes `fid` the root of a tree for a user.
     Attach {
         fid: Fid,
         /// The authentication, or [`Fid::NONE`].
@@ -152,34 +153,34 @@ pub enum Request<'a> {
         /// The path of the tree; empty for the default.
         tree: &'a [u8],
     },
-    /// Cancels a request of the client.
+    /// Tflush: cancels a request of the client.
     Flush {
         /// That request.
         old: Tag,
     },
-    /// Makes `new_fid` the file at the end of the steps from `fid`.
+    /// Twalk: makes `new_fid` the file at the end of the steps from `fid`.
     Walk { fid: Fid, new_fid: Fid, steps: Steps<'a> },
-    /// Reads from an open file, or the value of an extended attribute.
+    /// Tread: reads from an open file, or the value of an extended attribute.
     Read { fid: Fid, offset: u64, bytes_max: u32 },
-    /// Writes to an open file, or to the value of an extended attribute.
+    /// Twrite: writes to an open file, or to the value of an extended attribute.
     Write { fid: Fid, offset: u64, data: &'a [u8] },
-    /// Releases a fid.
+    /// Tclunk: releases a fid.
     Clunk { fid: Fid },
-    /// Removes the file and releases the fid, even if the removal fails.
+    /// Tremove: removes the file and releases the fid, even if the removal fails.
     Remove { fid: Fid },
-    /// Returns the statistics of the file system.
+    /// Tstatfs: returns the statistics of the file system.
     Statfs { fid: Fid },
-    /// Opens.
+    /// Tlopen: opens.
     Open {
         fid: Fid,
         /// Never `O_CREAT` or `O_EXCL`.
         flags: OFlags,
     },
-    /// Creates a file in the directory `fid` and opens it; `fid` becomes that file.
+    /// Tlcreate: creates a file in the directory `fid` and opens it; `fid` becomes that file.
     Create { fid: Fid, name: Name<'a>, flags: OFlags, mode: u32, gid: u32 },
-    /// Creates a symbolic link.
+    /// Tsymlink: creates a symbolic link.
     Symlink { dir: Fid, name: Name<'a>, target: &'a [u8], gid: u32 },
-    /// Creates a node: neither a directory nor a symbolic link.
+    /// Tmknod: creates a node: neither a directory nor a symbolic link.
     Mknod {
         dir: Fid,
         name: Name<'a>,
@@ -189,21 +190,21 @@ pub enum Request<'a> {
         rdev: u32,
         gid: u32,
     },
-    /// Renames the file of a fid.
+    /// Trename: renames the file of a fid.
     Rename { fid: Fid, dir: Fid, name: Name<'a> },
-    /// Reads a symbolic link.
+    /// Treadlink: reads a symbolic link.
     Readlink { fid: Fid },
-    /// Asks for attributes.
+    /// Tgetattr: asks for attributes.
     Getattr {
         fid: Fid,
         /// The requested attributes: [`super::valid`].
         mask: u64,
     },
-    /// Changes attributes. With `ctime` only the change time is set.
+    /// Tsetattr: changes attributes. With `ctime` only the change time is set.
     Setattr { fid: Fid, set: SetAttr, ctime: bool },
-    /// Makes `new_fid` readable as the value of an extended attribute, or as the list of names if the name is empty.
+    /// Txattrwalk: makes `new_fid` readable as the value of an extended attribute, or as the list of names if the name is empty.
     Xattrwalk { fid: Fid, new_fid: Fid, name: &'a [u8] },
-    /// Makes `fid` writable as the new value of an extended attribute, which is set when the fid is released.
+    /// Txattrcreate: makes `fid` writable as the new value of an extended attribute, which is set when the fid is released.
     Xattrcreate {
         fid: Fid,
         name: &'a [u8],
@@ -211,11 +212,11 @@ pub enum Request<'a> {
         bytes: u64,
         flags: XattrFlags,
     },
-    /// Lists an open directory, starting at an offset.
+    /// Treaddir: lists an open directory, starting at an offset.
     Readdir { fid: Fid, offset: u64, bytes_max: u32 },
-    /// Makes a file durable.
+    /// Tfsync: makes a file durable.
     Fsync { fid: Fid, data_only: bool },
-    /// Acquires, converts or releases a lock.
+    /// Tlock: acquires, converts or releases a lock.
     Lock {
         fid: Fid,
         lock: LockRequest<'a>,
@@ -224,15 +225,15 @@ pub enum Request<'a> {
         /// The client held it before the server restarted.
         reclaim: bool,
     },
-    /// Returns a conflicting lock.
+    /// Tgetlock: returns a conflicting lock.
     Getlock { fid: Fid, lock: LockRequest<'a> },
-    /// Creates a hard link to `fid` in `dir`.
+    /// Tlink: creates a hard link to `fid` in `dir`.
     Link { dir: Fid, fid: Fid, name: Name<'a> },
-    /// Creates a directory.
+    /// Tmkdir: creates a directory.
     Mkdir { dir: Fid, name: Name<'a>, mode: u32, gid: u32 },
-    /// Renames.
+    /// Trenameat: renames.
     Renameat { dir: Fid, name: Name<'a>, new_dir: Fid, new_name: Name<'a> },
-    /// Removes a name, of a directory or of another file.
+    /// Tunlinkat: removes a name, of a directory or of another file.
     Unlinkat { dir: Fid, name: Name<'a>, is_dir: bool },
     /// Waits for what others do to files that this client has fids of. Only in [`super::VERSION_OF_FERRY`].
     Events {

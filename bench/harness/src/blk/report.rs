@@ -123,7 +123,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {
         figures(&mut out, title, lines.iter().filter(|line| line.row.starts_with(prefix)));
     }
     crate::report::counts(&mut out, lines);
-    parts::disappointments(&mut out, lines, |peer| peer.starts_with("qemu"));
+    parts::shortfalls(&mut out, lines, |peer| peer.starts_with("qemu"));
     out
 }
 
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn shows_figures_counts_and_disappointments() {
+    fn shows_figures_counts_and_shortfalls() {
         let mut lines = lines();
         lines[0].skip("spdk: no");
         let text = markdown(&lines, &Machine::default(), &targets(&lines));

@@ -89,7 +89,7 @@ fn markdown(lines: &[Line], machine: &Machine, peers: &str, targets: &[Target]) 
     target::chapter(&mut out, targets);
     out.push_str("![How many times better Ferry is than overlayfs, row by row](containers.svg)\n\n");
     figures(&mut out, lines);
-    parts::disappointments(&mut out, lines, |peer| !peer.starts_with(FERRY));
+    parts::shortfalls(&mut out, lines, |peer| !peer.starts_with(FERRY));
     out
 }
 

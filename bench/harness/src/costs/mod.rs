@@ -1,4 +1,4 @@
-//! The costs table: memory, the sandbox, metrics, limits of rates, and watching for changes on the host.
+//! The costs table: memory, the sandbox, metrics, rate limits, and watching for changes on the host.
 
 mod memory;
 mod report;

@@ -65,7 +65,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
     figures(&mut out, lines);
     cpu_times(&mut out, lines);
     report::counts(&mut out, lines);
-    parts::disappointments(&mut out, lines, |_| true);
+    parts::shortfalls(&mut out, lines, |_| true);
     out
 }
 

@@ -85,7 +85,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {
     target::chapter(&mut out, targets);
     out.push_str("![How many times better Ferry is, row by row](virtiofs-dax.svg)\n\n");
     figures(&mut out, lines);
-    parts::disappointments(&mut out, lines, |_| true);
+    parts::shortfalls(&mut out, lines, |_| true);
     out
 }
 

@@ -99,7 +99,7 @@ fn markdown(lines: &[Line], machine: &Machine, peers: &str, effort: Effort, targ
     out.push_str("![How many times better Ferry's flat images are, row by row](images.svg)\n\n");
     walks(&mut out, lines);
     figures(&mut out, lines);
-    parts::disappointments(&mut out, lines, |peer| peer != "bare" && !peer.starts_with(FERRY));
+    parts::shortfalls(&mut out, lines, |peer| peer != "bare" && !peer.starts_with(FERRY));
     out
 }
 
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn shows_walks_and_disappointments() {
+    fn shows_walks_and_shortfalls() {
         let text = markdown(&lines(), &Machine::default(), "composefs 1", Effort::QUICK, &targets(&lines()));
         for part in [
             "| flat | 500 [500, 500] | - | - | - | - |",

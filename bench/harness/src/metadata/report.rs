@@ -60,7 +60,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], trees: LargeT
     out.push_str("![How many times better Ferry is, row by row](metadata.svg)\n\n");
     figures(&mut out, lines);
     requests(&mut out, lines);
-    parts::disappointments(&mut out, lines, |_| true);
+    parts::shortfalls(&mut out, lines, |_| true);
     out
 }
 

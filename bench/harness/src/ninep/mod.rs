@@ -384,7 +384,7 @@ fn markdown(lines: &[Line], machine: &Machine, effort: Effort, targets: &[Target
         let sleeps = of(&|name| counted(name)?.wakeups_per_request);
         let _ = writeln!(out, "| {} | {} | {calls} | {sleeps} | {} |", line.row, line.config, of(&replies));
     }
-    parts::disappointments(&mut out, lines, |_| true);
+    parts::shortfalls(&mut out, lines, |_| true);
     out
 }
 

@@ -113,7 +113,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {
         figures(&mut out, title, place, lines);
     }
     messages(&mut out, lines);
-    parts::disappointments(&mut out, lines, |_| true);
+    parts::shortfalls(&mut out, lines, |_| true);
     out
 }
 
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn shows_figures_messages_and_disappointments() {
+    fn shows_figures_messages_and_shortfalls() {
         let lines = lines();
         let text = markdown(&lines, &Machine::default(), &targets(&lines));
         for part in [

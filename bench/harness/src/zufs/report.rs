@@ -141,7 +141,7 @@ fn markdown(lines: &[Line], machine: &Machine, libfuse: &str, targets: &[Target]
     published_table(&mut out, "Memory file systems", lines, columns(Files::Mem), &["zufs", "xfs-dax"]);
     ratios(&mut out, lines);
     costs(&mut out, lines);
-    parts::disappointments(&mut out, lines, |peer| peer.starts_with("libfuse"));
+    parts::shortfalls(&mut out, lines, |peer| peer.starts_with("libfuse"));
     out
 }
 
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn shows_figures_costs_and_disappointments() {
+    fn shows_figures_costs_and_shortfalls() {
         let mut lines = lines();
         let costs = Costs {
             syscalls_per_request: 1.0,

@@ -216,7 +216,7 @@ impl Block {
         // both callers keep the returned memory until the transfer ends.
         let (memory, replaced) = unsafe { self.chunk.replace(slot, spare) };
         if let Err(error) = replaced {
-            tracing::error!("an entry and its caller wait for good, for its memory cannot be replaced: {error}");
+            tracing::error!("an entry is lost and its caller blocks forever: cannot replace its buffer: {error}");
             return Ok((memory, false));
         }
         // SAFETY: as above.

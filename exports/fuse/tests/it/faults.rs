@@ -90,7 +90,7 @@ fn a_handler_that_blocks_stalls_neither_its_cpu_nor_the_mount() {
     }
 }
 
-/// A source whose look-ups of names with an `x` hang. It has no file that anybody reads.
+/// A source whose lookups of names with an `x` hang. It has no file that anybody reads.
 #[derive(Default)]
 struct Doors(Null);
 

@@ -186,7 +186,7 @@ fn a_file_removed_during_a_write_does_not_block_its_directory() {
             for number in 0..10 {
                 assert!(!mounted.path(&format!("free/other{number}")).exists());
             }
-            assert!(begin.elapsed() < AT_ONCE, "look-ups took {:?}", begin.elapsed());
+            assert!(begin.elapsed() < AT_ONCE, "lookups took {:?}", begin.elapsed());
             lock_and_unlock(mounted, "while what was removed is written to");
         });
     }

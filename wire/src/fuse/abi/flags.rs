@@ -197,7 +197,7 @@ bitflags::bitflags! {
         const POSIX_ACL = 1 << 20;
         /// Reading the device after an abort gives ECONNABORTED.
         const ABORT_ERROR = 1 << 21;
-        /// `fuse_init_out.max_pages` counts.
+        /// `fuse_init_out.max_pages` is valid.
         const MAX_PAGES = 1 << 22;
         /// READLINK replies are cached.
         const CACHE_SYMLINKS = 1 << 23;
@@ -205,7 +205,7 @@ bitflags::bitflags! {
         const NO_OPENDIR_SUPPORT = 1 << 24;
         /// The client drops cached pages only on notification.
         const EXPLICIT_INVAL_DATA = 1 << 25;
-        /// `fuse_init_out.map_alignment` counts.
+        /// `fuse_init_out.map_alignment` is valid.
         const MAP_ALIGNMENT = 1 << 26;
         /// Directories may be marked as separate mounts.
         const SUBMOUNTS = 1 << 27;
@@ -235,7 +235,7 @@ bitflags::bitflags! {
         const ALLOW_IDMAP = 1 << 40;
         /// Requests may go through io_uring.
         const OVER_IO_URING = 1 << 41;
-        /// `fuse_init_out.request_timeout` counts.
+        /// `fuse_init_out.request_timeout` is valid.
         const REQUEST_TIMEOUT = 1 << 42;
     }
 }
@@ -298,7 +298,7 @@ constants! {
     /// `fuse_setattr_in.valid`: clear suid and sgid.
     FATTR_KILL_SUIDGID: u32 = 1 << 11;
 
-    /// `fuse_getattr_in.getattr_flags`: fh counts.
+    /// `fuse_getattr_in.getattr_flags`: fh is valid.
     GETATTR_FH: u32 = 1 << 0;
     /// `fuse_open_in.open_flags`, `fuse_create_in.open_flags`: clear suid and sgid of an executable.
     OPEN_KILL_SUIDGID: u32 = 1 << 0;
@@ -306,11 +306,11 @@ constants! {
     RELEASE_FLUSH: u32 = 1 << 0;
     /// `fuse_release_in.release_flags`: release the flock lock of `lock_owner`.
     RELEASE_FLOCK_UNLOCK: u32 = 1 << 1;
-    /// `fuse_read_in.read_flags`: lock_owner counts.
+    /// `fuse_read_in.read_flags`: lock_owner is valid.
     READ_LOCKOWNER: u32 = 1 << 1;
     /// `fuse_write_in.write_flags`: from the page cache; the handle may be any one of the inode.
     WRITE_CACHE: u32 = 1 << 0;
-    /// `fuse_write_in.write_flags`: lock_owner counts.
+    /// `fuse_write_in.write_flags`: lock_owner is valid.
     WRITE_LOCKOWNER: u32 = 1 << 1;
     /// `fuse_write_in.write_flags`: clear suid and sgid.
     WRITE_KILL_SUIDGID: u32 = 1 << 2;

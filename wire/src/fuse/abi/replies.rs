@@ -87,7 +87,7 @@ wire! {
         major: u32,
         /// Minor version.
         minor: u32,
-        /// Most bytes of read-ahead.
+        /// The maximum read-ahead in bytes.
         max_readahead: u32,
         /// [`InitFlags`], low half.
         flags: u32,

@@ -178,7 +178,7 @@ fn errors_name_their_request() {
     }
     let flaw = Request::decode(&message(kind::TLINK, &[b"x"])).unwrap_err();
     assert_eq!((flaw.tag, flaw.kind), (Some(Tag(7)), kind::TLINK));
-    assert_eq!(flaw.to_string(), "a 9P message of type 70: shorter than its fields");
+    assert_eq!(flaw.to_string(), "malformed 9P message (type 70): shorter than its fields");
     // A wrong length.
     let mut longer = message(kind::TCLUNK, &[&[0; 4]]);
     longer[0] += 1;
