@@ -349,6 +349,12 @@ mod tests {
             assert_eq!(fields["service"], "r, s", "{values:?}");
             assert_eq!(fields["scope"], "repository:a/b:pull", "{values:?}");
         }
+        let name = "a/".repeat(120);
+        let long =
+            format!(r#"Bearer realm="https://a.example/t",scope="repository:{name}:pull",x="{}""#, "x".repeat(5000));
+        let Some(Challenge::Bearer(fields)) = pick(&[&long]) else { panic!("{long}") };
+        assert_eq!(fields["scope"], format!("repository:{name}:pull"));
+        assert_eq!(fields.len(), 2, "without the one that is too long");
         for values in [&[r#"Basic realm="a""#][..], &["Negotiate, basic"], &["Negotiate", "Basic realm = x"]] {
             assert_eq!(pick(values), Some(Challenge::Basic), "{values:?}");
         }

@@ -375,7 +375,7 @@ mod tests {
         }
         export.stop();
         let error = mount(Path::Uring).unwrap_err().to_string();
-        assert!(error.contains("asked for") && error.contains("refused"), "{error}");
+        assert!(error.contains("requested") && error.contains("refused"), "{error}");
         assert_ne!(stat_number(tmp.path()), None, "it is an ordinary directory again");
         assert!(std::fs::read_dir(tmp.path()).unwrap().next().is_none());
     }

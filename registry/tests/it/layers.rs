@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use common::{Fake, Reply, Request, Way, sha256};
 use ferry_image::{Digest, FetchOptions, Image, Objects, Source, Store};
 use ferry_registry::{
-    Error, LIST_BYTES_MAX, LazyOptions, PullOptions, PullOutcome, Reference, Remote, convert, list_beside, pull,
-    pull_lazily, pull_metadata, pull_trace, push_trace,
+    Client, Error, LIST_BYTES_MAX, LazyOptions, Options, PullOptions, PullOutcome, Reference, Remote, convert,
+    list_beside, pull, pull_lazily, pull_metadata, pull_trace, push_trace,
 };
 use ferry_vfs::{Errno, Name};
 use serde_json::{Value, json};
@@ -450,6 +450,50 @@ fn converted_images_are_found_beside_the_original() {
         let image = Image::open(&place.at("pulled.img"), None).unwrap();
         Objects::open(&image, &place.at("pulled")).unwrap().verify_all().unwrap();
     }
+}
+
+/// A mirror's list may be old or forged, and nothing proves a list.
+#[test]
+fn lists_of_referrers_are_the_registrys_own() {
+    let place = Place::new(layers(Format::Estargz));
+    let mirror = Fake::start();
+    let hosts = place.at("certs.d");
+    fs::create_dir_all(hosts.join("registry.invalid")).unwrap();
+    let text = format!("server = \"http://{}\"\n[host.\"http://{}\"]\n", place.fake.address, mirror.address);
+    fs::write(hosts.join("registry.invalid/hosts.toml"), text).unwrap();
+    let remote = || {
+        let options = Options { hosts: vec![hosts.clone()], attempts_max: 1, ..Options::default() };
+        Arc::new(Remote::open(&"oci:registry.invalid/a/b:1".parse().unwrap(), Client::new(options)).unwrap())
+    };
+    let tag = format!("sha256-{}", sha256(place.fake.tagged("1").unwrap().to_string().as_bytes()));
+    let list = |entries: &[Value]| json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": entries});
+    let signature = json!({"mediaType": MANIFEST, "digest": format!("sha256:{}", "5".repeat(64)), "size": 1,
+        "artifactType": "a/signature"});
+    place.fake.tag(&tag, &list(std::slice::from_ref(&signature)));
+    mirror.tag(&tag, &list(&[]));
+    let _held = Store::create(&place.at("own")).unwrap();
+    let converted = convert(&remote(), &place.at("own.img"), &place.at("own"), 2, &|_, _| {}).unwrap();
+    let kept = place.fake.tagged(&tag).unwrap();
+    assert_eq!(kept["manifests"][0], signature, "the list of the registry is added to");
+    assert_eq!(kept["manifests"][1]["digest"], format!("sha256:{}", converted.manifest));
+    let lazily = LazyOptions { layers: None, trusts_converted: true };
+    drop(Store::create(&place.at("store")).unwrap());
+    let image = pull_lazily(&remote(), &place.at("image"), &place.at("store"), lazily).unwrap();
+    assert!(image.from.to_string().ends_with(&format!("@sha256:{}", converted.manifest)), "{}", image.from);
+    let asked = mirror.requests();
+    assert!(!asked.is_empty(), "it is a mirror");
+    assert!(!asked.iter().any(|request| request.path.contains("/referrers/") || request.path.ends_with(&tag)));
+}
+
+/// A part of the image needs it in memory.
+#[test]
+fn a_large_configuration_is_refused() {
+    let mut all = layers(Format::Estargz);
+    all.iter_mut().for_each(|layer| layer.annotations.clear());
+    let place = Place::new(all);
+    place.fake.edit(|manifest| manifest["config"]["size"] = json!(9 << 20));
+    let error = place.pull("whole", &PullOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("its configuration has 9437184 bytes"), "{error}");
 }
 
 /// A registry that takes the tag of the list for the digest of the original, which has no referrers then.

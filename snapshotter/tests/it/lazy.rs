@@ -456,6 +456,25 @@ fn some_of_the_layers_can_be_a_parent() {
     assert_eq!(place.images(), [] as [PathBuf; 0]);
 }
 
+/// Another image has the lowest layer, too, and cannot start lazily: that the first one's layer can be had later is not certain.
+#[test]
+fn layers_of_other_images_are_believed_only_if_they_can_be_had() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::new(layers(Format::Estargz));
+    let mut client = place.server.client();
+    place.pull(&mut client);
+    let mut labels = place.labels(0);
+    labels.insert("containerd.io/snapshot/cri.image-ref".into(), format!("{}/os/app:2", place.fake.address));
+    labels.remove("containerd.io/snapshot/cri.manifest-digest");
+    assert!(place.prepare(&mut client, 0, "", labels.clone()).is_err(), "it is unpacked");
+    assert_eq!(place.prepare(&mut client, 0, "", place.labels(0)), Ok(()), "the image itself");
+    // Once somebody has needed it, it is there.
+    client.view("view", "sha256:chain-0").unwrap();
+    assert_eq!(place.prepare(&mut client, 0, "", labels), Ok(()));
+}
+
 /// An image that was converted is used where that is allowed, whatever its layers are.
 #[test]
 fn converted_images_are_used_from_repositories_that_are_trusted() {

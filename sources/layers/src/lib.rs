@@ -60,7 +60,7 @@ impl LayerStore {
     /// Another process uses the folder, or it cannot be used.
     pub fn open(root: &Path, options: Options) -> Result<Self> {
         let entries = Entries::open(root)?;
-        let (images, tree) = (Images::new(options.plain_http), Tree::new(options.layers_max));
+        let (images, tree) = (Images::new(options.plain_http), Tree::new(&options));
         let finder = Arc::new(lookup::Finder { entries, images, options, tree, flights: Default::default() });
         Ok(Self { finder, changes: Changes::default() })
     }

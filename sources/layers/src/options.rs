@@ -13,10 +13,18 @@ pub struct Options {
     pub lookup_timeout: Duration,
     /// The maximum number of layers that are open at once, at least 4.
     pub layers_max: usize,
+    /// The maximum memory of open layers, in bytes: of their images, and of the indexes of their packs, which are about as long.
+    pub memory_bytes_max: u64,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { plain_http: false, ahead_bytes: 256 << 10, lookup_timeout: Duration::from_secs(20), layers_max: 256 }
+        Self {
+            plain_http: false,
+            ahead_bytes: 256 << 10,
+            lookup_timeout: Duration::from_secs(20),
+            layers_max: 256,
+            memory_bytes_max: 1 << 30,
+        }
     }
 }

@@ -19,9 +19,8 @@ use ferry_vfs::sync::lock;
 use ferry_vfs::{FileSystem, Ino, RatelimitedLog};
 
 use crate::entry::{Entry, Key};
+use crate::options::Options;
 
-/// The maximum memory of open layers: their images, and the indexes of their packs, which are about as long.
-const MEMORY_BYTES_MAX: u64 = 1 << 30;
 /// The maximum number of images that clients know.
 const IMAGES_MAX: usize = 4096;
 /// Set in the number of the directory of an image.
@@ -92,6 +91,7 @@ impl MountedLayer {
 #[derive(Debug)]
 pub(crate) struct Tree {
     layers_max: usize,
+    memory_bytes_max: u64,
     state: Mutex<State>,
 }
 
@@ -132,8 +132,9 @@ impl State {
 }
 
 impl Tree {
-    pub(crate) fn new(layers_max: usize) -> Self {
-        Self { layers_max: layers_max.max(4), state: Mutex::default() }
+    pub(crate) fn new(options: &Options) -> Self {
+        let Options { layers_max, memory_bytes_max, .. } = *options;
+        Self { layers_max: layers_max.max(4), memory_bytes_max, state: Mutex::default() }
     }
 
     /// Returns the number of the directory of an image, with one more reference; `None`: there are too many.
@@ -168,7 +169,7 @@ impl Tree {
         let memory_bytes = source.bytes().saturating_mul(2);
         let mut state = lock(&self.state);
         while state.layers.len() >= self.layers_max
-            || state.memory_bytes.saturating_add(memory_bytes) > MEMORY_BYTES_MAX
+            || state.memory_bytes.saturating_add(memory_bytes) > self.memory_bytes_max
         {
             if !state.close_one() {
                 tracing::warn!(
@@ -204,7 +205,7 @@ impl Tree {
     pub(crate) fn references_to_evict(&self) -> Vec<Arc<str>> {
         let state = lock(&self.state);
         let is_crowded = state.layers.len() * 4 >= self.layers_max * 3
-            || state.memory_bytes >= MEMORY_BYTES_MAX / 4 * 3
+            || state.memory_bytes >= self.memory_bytes_max / 4 * 3
             || state.images.len() * 4 >= IMAGES_MAX * 3;
         if is_crowded { state.image_numbers.keys().cloned().collect() } else { Vec::new() }
     }
@@ -233,7 +234,7 @@ impl Tree {
             let less = |references: u64| Some(references.saturating_sub(count));
             let before = layer.references.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
             // Some stay open, for engines that come back.
-            let is_crowded = state.layers.len() * 2 > self.layers_max || state.memory_bytes > MEMORY_BYTES_MAX / 2;
+            let is_crowded = state.layers.len() * 2 > self.layers_max || state.memory_bytes > self.memory_bytes_max / 2;
             if before.is_ok_and(|before| before <= count) && is_crowded {
                 state.close(ino.0 >> LAYER_SHIFT);
             }

@@ -166,6 +166,11 @@ fn begins_where_the_front_end_says_in_either_dialect() {
         guest.describe(DESCRIPTORS, 0, (0, 0), [0, flags]);
         assert_eq!(guest.ring(Begin::At(base), None).unwrap().position(), begins, "{base:#x}");
     }
+    // The tail of the last chain of a lap lies first.
+    let guest = Guest::new(SIZE, true, true);
+    guest.describe(DESCRIPTORS, 0, (0, 0), [0, AVAILABLE]);
+    guest.describe(DESCRIPTORS, SIZE - 1, (0, 0), [0, AVAILABLE | USED]);
+    assert_eq!(guest.ring(Begin::At(0), None).unwrap().position(), 0, "it is not fresh");
     for (stopped_at, base, expected) in [
         (None, 5, Begin::At(5)),
         (Some(5), 5, Begin::Resume(5)),

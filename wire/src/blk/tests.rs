@@ -30,6 +30,8 @@ fn requests_are_decoded_or_refused() {
         (LIMITS, 0, u64::MAX / 512, 16, 513, past_end(u64::MAX / 512, 512)),
         (LIMITS, 0, 0, 16, 1, Err(Refusal::Length(0))),
         (LIMITS, 0, 0, 16, 512, Err(Refusal::Length(511))),
+        (LIMITS, 0, 0, 16, (1 << 30) + 513, Err(Refusal::TooLong((1 << 30) + 512))),
+        (LIMITS, 1, 0, 16 + (1 << 30) + 512, 1, Err(Refusal::TooLong((1 << 30) + 512))),
         (LIMITS, 0, 0, 16, 0, Err(Refusal::NoStatus)),
         (LIMITS, 0, 0, 15, 513, Err(Refusal::Short(15))),
         (LIMITS, 1, 8, 16 + 4096, 1, Ok(Request::Write { offset: 4096, bytes: 4096 })),

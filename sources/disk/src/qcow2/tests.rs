@@ -95,6 +95,10 @@ fn hostile_headers_are_refused_and_images_stay_unchanged() {
         (L1, long(512), "a table at 512"),
         (REFCOUNT_TABLE, long(u64::MAX), "is no cluster of the file's"),
         (REFCOUNT_TABLE + 8, long(1 << 40), "is no cluster of the file's"),
+        (REFCOUNT_TABLE + 8, long(REFCOUNT_BLOCK), "has several tables"),
+        (REFCOUNT_TABLE + 8, long(REFCOUNT_TABLE), "has several tables"),
+        (L1, long(REFCOUNT_BLOCK), "has several tables"),
+        (L1, long(REFCOUNT_TABLE), "has several tables"),
     ] {
         let _ = fs::remove_file(&path);
         create(&path, MIB, None);

@@ -325,8 +325,12 @@ fn layers_that_nobody_uses_are_closed() {
         place.tag(&format!("n{number}"), std::slice::from_ref(&layer));
         tocs.push(toc(&layer));
     }
-    let tree = place.open_with(Options { layers_max: 4, ..Options::default() });
     let name = |number: u32| reference_name(&place.reference.replace(":1", &format!(":n{number}")));
+    let small = place.open_with(Options { memory_bytes_max: 1000, ..Options::default() });
+    assert_eq!(small.find(&[&name(0), &tocs[0]]).unwrap_err(), Errno::NOENT, "it takes too much memory");
+    assert_eq!(small.count("layer_mounts"), 0);
+    drop(small);
+    let tree = place.open_with(Options { layers_max: 4, ..Options::default() });
     let find = |number: u32| tree.find(&[&name(number), &tocs[number as usize]]);
     let held: Vec<_> = (0..4).map(|number| find(number).unwrap().ino).collect();
     assert_eq!(find(4).unwrap_err(), Errno::NOENT, "all are in use");
