@@ -27,14 +27,14 @@ pub struct Segment {
 /// file must not have suid, sgid or capabilities that a write would have to clear.
 pub trait Memory: Send + Sync + Debug {
     /// Reads bytes from `offset` into the segments. Returns their number, which is less than requested at the end of the
-    /// file. `None` if they are not in memory now: nothing was moved, and the caller must read `file`.
+    /// file, or the error of the read. `None` if they are not in memory now: nothing was moved, and the caller must read `file`.
     ///
     /// # Safety
     /// The segments must be valid for writes until this returns. Other threads may access them meanwhile, so no reference
     /// to their bytes may be created.
     unsafe fn read(&self, file: BorrowedFd<'_>, offset: u64, to: &[Segment]) -> Option<Result<usize>>;
 
-    /// Writes the bytes of the segments at `offset`. Returns their number. `None` if that is not possible in memory now:
+    /// Writes the bytes of the segments at `offset`. Returns their number, or the error of the write. `None` if that is not possible in memory now:
     /// nothing was moved, and the caller must write to `file`.
     ///
     /// # Safety
@@ -108,7 +108,7 @@ impl Backing {
         self.io_hints.load(Ordering::Relaxed)
     }
 
-    /// Adds hints for the next transfers.
+    /// Adds hints for the next transfers: bits that only the engine defines.
     pub fn add_io_hints(&self, bits: u8) {
         self.io_hints.fetch_or(bits, Ordering::Relaxed);
     }
@@ -125,7 +125,7 @@ impl AsFd for Backing {
 pub struct Extent {
     /// The open descriptor, kept alive by the transfer.
     pub file: Arc<Backing>,
-    /// Offset in the descriptor; the length is that of the request.
+    /// Offset in the descriptor, in bytes; the length is that of the request.
     pub offset: u64,
 }
 

@@ -1,10 +1,9 @@
 //! Waits for more requests to form a larger batch, as long as that delays nobody.
 //!
-//! A driver that finds answers takes them one by one, and with each makes another request. Whoever serves faster than
-//! that takes each request as it comes, with a system call for each. But as long as the driver has answers to look at,
-//! nobody waits for us. So we wait until as many requests are here as answers are there: then both sides have as much to
-//! do, in turns of half the requests that are under way, and neither ever sleeps. Where a device has enough to do, we wait
-//! until no answer is left, for it feels no difference.
+//! A driver processes completions one by one, and makes another request with each. A fast worker would take each request as it
+//! arrives, with a system call for each. But as long as the driver has completions to process, it does not wait for the worker.
+//! So the worker waits until as many requests have arrived as completions are left: then both sides work in batches of half the
+//! requests in flight, and neither sleeps. If the device has enough to do, the worker waits until no completion is left.
 
 use std::hint::spin_loop;
 use std::time::{Duration, Instant};

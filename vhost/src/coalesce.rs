@@ -1,11 +1,10 @@
 //! Interrupt coalescing: pauses between batches if the driver has many requests in flight and its notifications are
 //! expensive.
 //!
-//! Whoever serves faster than a guest makes requests answers each alone, and has the guest take an interrupt, send a kick and
-//! go through its scheduler for each. In an emulated guest that costs more than the request itself. So a worker finds out
-//! now and then how many requests come while it rests: it rests longer and longer until no more come, and then knows how many
-//! the driver has under way. Where those are many, it rests after each batch for as long as half of them take to come: the
-//! driver always has the other half's answers to look at, and kicks nobody.
+//! A fast worker completes requests one by one, so the guest takes an interrupt and sends a kick for each. In an emulated guest
+//! that costs more than the request itself. So the worker measures now and then how many requests the driver has in flight: it
+//! pauses, each time twice as long, until no more arrive. If they are many, it pauses after each batch until about half of them
+//! have arrived: the driver always has the completions of the other half to process, and sends no kick.
 
 use std::time::Duration;
 

@@ -5,7 +5,7 @@ use ferry_engine::Segment;
 /// Pieces in one call (Linux `UIO_MAXIOV`).
 const PIECES_MAX: usize = 1024;
 
-/// Copies the pieces into `bytes`; answers how much could be copied.
+/// Copies the pieces into `bytes`; returns how many bytes could be copied.
 pub(crate) fn read(pieces: impl Iterator<Item = Segment>, bytes: &mut [u8]) -> usize {
     let target = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     // SAFETY: the kernel checks every address; `bytes` is valid for writes of its length, and not used meanwhile.

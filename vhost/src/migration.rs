@@ -108,7 +108,7 @@ impl Transfer {
         false
     }
 
-    /// Waits for the end. Answers the state that came, if one was to come.
+    /// Waits for the end. Returns the state that arrived, if one was expected.
     pub(crate) fn end(self) -> Result<Option<Vec<u8>>, String> {
         let outcome = self.thread.join().map_err(|_| "the thread that transferred it panicked".to_owned())?;
         outcome.map_err(|error| error.to_string())

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 
 use crate::line::{FERRY, Line};
 
-/// Rows that are named with a reason why something did not run.
+/// The maximum number of rows that are listed for one reason why something did not run.
 const ROWS_NAMED_MAX: usize = 4;
 
 /// Writes a table's report into a folder: `TABLE.md`, `TABLE.svg` and `TABLE.jsonl`. What was written by hand about the

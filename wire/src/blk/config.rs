@@ -61,7 +61,7 @@ pub struct Config {
     pub segments_max: u32,
     /// The number of queues.
     pub queues: u16,
-    /// The cache is on.
+    /// The write-back cache is enabled (section 5.2.5).
     pub writeback: bool,
 }
 

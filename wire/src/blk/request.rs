@@ -123,7 +123,7 @@ pub enum Request {
     },
 }
 
-/// Why a request is refused.
+/// Why a request is refused (virtio section 5.2.6.2). Lengths are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// The chain has no byte for a status, so nothing can be replied.

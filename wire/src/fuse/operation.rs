@@ -8,7 +8,7 @@ use ferry_vfs::{
 use super::abi::{ForgetOne, Opcode, RemovemappingOne};
 use super::{InitRequest, Records, ReplyKind};
 
-/// The operation of a request: one variant per opcode, except where two opcodes differ only in a field. Inode numbers
+/// The operation of a request (`fuse_*_in` of linux/fuse.h): one variant per opcode, except where two opcodes differ only in a field. Inode numbers
 /// inside (as in [`IoRange`]) that refer to the request's inode equal [`super::Request::ino`].
 ///
 /// `O_*` flags are those that the client's kernel sent, with the values of the guest's architecture.

@@ -14,7 +14,7 @@ pub const REPLY_HEAD_BYTES_MAX: usize = size_of::<OutHeader>() + size_of::<abi::
 #[allow(clippy::cast_possible_truncation, reason = "16 bytes")]
 const HEADER_LEN: u32 = size_of::<OutHeader>() as u32;
 
-/// How long the client may cache a name and attributes.
+/// How long the client may cache a name and attributes (`entry_valid` and `attr_valid` of `fuse_entry_out`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timeouts {
     /// A name.
@@ -30,7 +30,7 @@ pub struct Opened {
     pub handle: Handle,
     /// How the client may treat the file.
     pub flags: OpenFlags,
-    /// The backing file, with [`OpenFlags::PASSTHROUGH`].
+    /// The backing file, as `FUSE_DEV_IOC_BACKING_OPEN` numbered it, with [`OpenFlags::PASSTHROUGH`].
     pub backing_id: i32,
 }
 
@@ -41,7 +41,7 @@ impl Opened {
     }
 }
 
-/// A reply without error.
+/// A reply without error (`fuse_*_out` of linux/fuse.h).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reply<'a> {
@@ -262,7 +262,7 @@ fn put_header(head: &mut [u8], unique: u64, len: usize) {
     head[..size_of::<OutHeader>()].copy_from_slice(OutHeader { len, error: 0, unique }.as_bytes());
 }
 
-/// Returns a reply that only carries an error.
+/// Returns a reply that only carries an error (`fuse_out_header`).
 pub fn encode_error(unique: u64, errno: Errno) -> [u8; size_of::<OutHeader>()] {
     // Linux drops replies with error numbers of 512 and above.
     let error = match errno.raw_os_error() {

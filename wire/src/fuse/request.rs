@@ -9,7 +9,7 @@ use super::{Extensions, Operation};
 /// The length of a request's header in bytes (FUSE protocol 7.45, `fuse_in_header`).
 pub const IN_HEADER_BYTES: usize = size_of::<InHeader>();
 
-/// The number of bytes of a WRITE that [`super::decode`] needs; the payload can stay in place.
+/// The number of bytes of a WRITE that [`super::decode`] needs (`fuse_in_header` and `fuse_write_in`); the payload can stay in place.
 pub const WRITE_HEAD_BYTES: usize = size_of::<InHeader>() + size_of::<WriteIn>();
 
 /// The maximum size of a request other than WRITE, in bytes. The longest one of Linux is SETXATTR, with a value of 64
@@ -38,7 +38,7 @@ pub struct Request<'a> {
     pub operation: Operation<'a>,
 }
 
-/// The header of a request, read before the request is copied.
+/// The header of a request (`fuse_in_header`), read before the request is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peek {
     /// Length of the request in bytes, as sent by the client.
