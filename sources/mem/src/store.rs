@@ -299,6 +299,11 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
     /// `IO`, `NOSPC`.
     fn sync(&self) -> Result<()>;
 
+    /// An inode is about to be recorded as freed: nothing is recorded of its data from now on.
+    fn end(&self, ino: Ino) {
+        let _ = ino;
+    }
+
     /// Removes the data of an inode that ended, if it has any. Its file is not open.
     fn remove(&self, ino: Ino);
 

@@ -22,6 +22,10 @@ impl CommitThread {
         let stopped = Arc::clone(&stop);
         let run = move || {
             while !wait(&stopped, every) {
+                // Blocks of files that are not loaded yet look free.
+                if disk.log.is_mounting() {
+                    continue;
+                }
                 if let Err(error) = disk.sync_log() {
                     // The log has reported the failure, and a retry does not help.
                     tracing::debug!("the regular commit failed: {error}");

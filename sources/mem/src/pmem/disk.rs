@@ -299,6 +299,13 @@ impl Disk {
         self.grace.reclaim(self.log.take_released(), |runs| self.give_back(runs));
     }
 
+    /// Keeps a file that is about to end from being moved: a record of its blocks must not follow the record of its end.
+    pub(crate) fn end(&self, ino: Ino) {
+        if let Some(file) = self.file(ino) {
+            file.write().removed = true;
+        }
+    }
+
     /// Removes a file that ended. Its blocks become free when the record of that is durable, or, if there was no room
     /// for a record, the next snapshot.
     pub(crate) fn remove(&self, ino: Ino, by_snapshot: bool) {

@@ -7,6 +7,9 @@ use super::error::{DamageError, OpenError};
 use super::load::{LoadedImage, SuperblockCopies};
 use super::open::{Media, Options, assemble, open_image, open_tier2};
 
+/// The maximum number of damaged records that are reported one by one.
+const DAMAGE_MAX: usize = 1000;
+
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -93,9 +96,13 @@ fn check(path: &Path, tier2: Option<&Path>, media: &Media, repair: bool) -> Resu
         report.add(Severity::Note, "the superblocks differ: a crash came between writing them");
     }
     let options = Options { read_only: true, tier2: tier2.map(Into::into), ..Options::default() };
-    let mut damage: Vec<DamageError> = Vec::new();
+    let (mut damage, mut more): (Vec<DamageError>, u64) = (Vec::new(), 0);
     let tree = assemble(path, media, &options, &mut |error| {
-        damage.push(error);
+        if damage.len() < DAMAGE_MAX {
+            damage.push(error);
+        } else {
+            more += 1;
+        }
         Ok(())
     });
     let tree = tree?;
@@ -116,6 +123,9 @@ fn check(path: &Path, tier2: Option<&Path>, media: &Media, repair: bool) -> Resu
     }
     drop(tree);
     damage.iter().for_each(|error| report.add(Severity::Error, error));
+    if more > 0 {
+        report.add(Severity::Error, format!("{more} more records are damaged"));
+    }
     if repair && !report.is_clean() {
         let options = Options { read_only: false, commit: Some(std::time::Duration::ZERO), ..options };
         drop(assemble(path, media, &options, &mut |_| Ok(()))?);

@@ -223,6 +223,11 @@ impl Log {
         is_due || pending.is_full() && since >= (capacity / 512).max(FULL_BYTES)
     }
 
+    /// Whether the image is being loaded: nothing is written before that ends.
+    pub(crate) fn is_mounting(&self) -> bool {
+        lock(&self.pending).is_mounting
+    }
+
     /// Returns the number of records in the active log.
     pub(crate) fn records(&self) -> u64 {
         lock(&self.pending).next_index

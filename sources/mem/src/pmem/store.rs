@@ -207,6 +207,10 @@ impl Store for PStore {
         if self.disk.read_only { Ok(()) } else { self.disk.sync_all() }
     }
 
+    fn end(&self, ino: Ino) {
+        self.disk.end(ino);
+    }
+
     fn remove(&self, ino: Ino) {
         self.disk.remove(ino, lock(&self.unfreed).remove(&ino));
     }

@@ -243,19 +243,19 @@ impl<S: Store> Tree<S> {
     }
 
     pub(crate) fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
-        let (done, late) = self.handles.with(cx.session, at.ino, at.handle, |open| {
-            let state = open.node.read();
-            let late = !S::KEEPS_TIMES
-                && !open.flags.contains(OFlags::NOATIME)
-                && self.is_access_late(&state.meta, open.node.noted_write());
-            let late = late.then(|| Arc::clone(&open.node));
-            match &state.file()?.file {
-                Some(file) => Ok((self.store.read(file, at.offset, at.len, out)?, late)),
-                None => Ok((Data::Bytes(0), late)),
-            }
-        })?;
-        if let Some(node) = late {
-            self.accessed(&node);
+        // Not under the lock of the handles: a change of the file may take long, and others open files meanwhile.
+        let open = self.handles.get(cx.session, at.ino, at.handle)?;
+        let state = open.node.read();
+        let late = !S::KEEPS_TIMES
+            && !open.flags.contains(OFlags::NOATIME)
+            && self.is_access_late(&state.meta, open.node.noted_write());
+        let done = match &state.file()?.file {
+            Some(file) => self.store.read(file, at.offset, at.len, out)?,
+            None => Data::Bytes(0),
+        };
+        drop(state);
+        if late {
+            self.accessed(&open.node);
         }
         Ok(done)
     }

@@ -146,6 +146,7 @@ impl<S: Store> Tree<S> {
         let (ino, amount) = (node.ino, SpaceAmount { inodes: 1, bytes: state.metadata_bytes() });
         // A read-only tree keeps its orphans until the next mount.
         if !self.limits.read_only {
+            self.store.end(ino);
             if let Err(error) = log(&self.store, || Record::Free { ino }) {
                 tracing::warn!(ino = ino.0, %error, "cannot remove an inode; the next mount removes it");
             }

@@ -96,7 +96,10 @@ impl<S: Store> Replay<S> {
             Record::Attr { ino, meta } => self.set_meta(ino, meta),
             Record::Xattr { ino, name, value, meta } => {
                 self.set_meta(ino, meta)?;
-                self.change(&mut self.node(ino)?.write(), |state| state.put_xattr(name, value));
+                match value {
+                    Some(value) => self.put_xattrs(ino, &[Xattr { name, value }])?,
+                    None => self.change(&mut self.node(ino)?.write(), |state| state.put_xattr(name, None)),
+                }
                 Ok(())
             }
             Record::Free { ino } => self.free(ino),
@@ -182,6 +185,10 @@ impl<S: Store> Replay<S> {
         let node = self.node(ino)?;
         let mut state = node.write();
         for xattr in xattrs {
+            // As for clients: an inode's attributes are bounded.
+            if !state.xattrs.as_deref().is_none_or(|known| known.has_room(xattr.name, xattr.value.len())) {
+                return Err(ReplayError::Impossible(ino.0));
+            }
             self.change(&mut state, |state| state.put_xattr(xattr.name, Some(xattr.value)));
         }
         Ok(())

@@ -56,6 +56,13 @@ impl<S: Store> FileSystem for Tree<S> {
     }
 
     fn syncfs(&self, _: &Caller<'_>, _: Ino) -> Result<()> {
+        if S::JOURNALED && !self.limits.read_only {
+            // Times of files that are open and written to are only noted.
+            for node in self.table.select(|node| node.noted_write().is_some()) {
+                let _gate = self.gate();
+                self.sync_attr(&node, &mut node.write())?;
+            }
+        }
         self.store.sync()
     }
 

@@ -97,12 +97,17 @@ pub(crate) fn xattr_bytes(name: &[u8], value: &[u8]) -> u64 {
     XATTR_BYTES + name.len() as u64 + value.len() as u64
 }
 
+/// Returns the space of so many extended attributes, whose names and values have so many bytes.
+pub(crate) fn space_of_xattrs(count: usize, bytes: usize) -> u64 {
+    XATTR_BYTES * count as u64 + bytes as u64
+}
+
 impl<S: Store> State<S> {
     /// Returns the space of the inode with all of its names.
     pub(crate) fn metadata_bytes(&self) -> u64 {
         let target = if let Body::Symlink(target) = &self.body { target_bytes(target) } else { 0 };
-        let xattrs = self.xattrs.iter().flat_map(|xattrs| xattrs.iter()).map(|(name, value)| xattr_bytes(name, value));
+        let xattrs = self.xattrs.as_ref().map_or(0, |xattrs| xattrs.space());
         let further_names = if matches!(self.body, Body::Dir(_)) { 0 } else { u64::from(self.nlink.saturating_sub(1)) };
-        INODE_BYTES * (1 + further_names) + target + xattrs.sum::<u64>()
+        INODE_BYTES * (1 + further_names) + target + xattrs
     }
 }

@@ -5,7 +5,7 @@ use ferry_vfs::{Caller, Change, Errno, FileType, Ino, Result, XattrFlags};
 use super::acl::{self, Acl};
 use super::attrs::{S_ISGID, now_after};
 use super::node::{Node, State};
-use super::space::{SpaceAmount, xattr_bytes};
+use super::space::{SpaceAmount, space_of_xattrs, xattr_bytes};
 use super::{Tree, log};
 use crate::store::{Meta, Record, Store};
 
@@ -22,43 +22,64 @@ pub(crate) const CAPABILITY: &[u8] = b"security.capability";
 
 /// The extended attributes of an inode, in the order of their names.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Xattrs(Vec<(Bytes, Bytes)>);
+pub(crate) struct Xattrs {
+    all: Vec<(Bytes, Bytes)>,
+    /// The lengths of all names and values, in bytes.
+    name_bytes: usize,
+    value_bytes: usize,
+}
 
 type Bytes = Box<[u8]>;
 
 impl Xattrs {
     fn find(&self, name: &[u8]) -> std::result::Result<usize, usize> {
-        self.0.binary_search_by(|(known, _)| (**known).cmp(name))
+        self.all.binary_search_by(|(known, _)| (**known).cmp(name))
     }
 
     pub(crate) fn get(&self, name: &[u8]) -> Option<&[u8]> {
-        self.find(name).ok().map(|index| &*self.0[index].1)
+        self.find(name).ok().map(|index| &*self.all[index].1)
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
-        self.0.iter().map(|(name, value)| (&**name, &**value))
+        self.all.iter().map(|(name, value)| (&**name, &**value))
     }
 
     pub(crate) fn set(&mut self, name: &[u8], value: &[u8]) {
+        self.value_bytes += value.len();
         match self.find(name) {
-            Ok(index) => self.0[index].1 = value.into(),
-            Err(index) => self.0.insert(index, (name.into(), value.into())),
+            Ok(index) => {
+                let before = std::mem::replace(&mut self.all[index].1, value.into());
+                self.value_bytes -= before.len();
+            }
+            Err(index) => {
+                self.name_bytes += name.len();
+                self.all.insert(index, (name.into(), value.into()));
+            }
         }
     }
 
     fn remove(&mut self, name: &[u8]) {
         if let Ok(index) = self.find(name) {
-            self.0.remove(index);
+            let (name, value) = self.all.remove(index);
+            self.name_bytes -= name.len();
+            self.value_bytes -= value.len();
         }
     }
 
     /// Returns whether a value of this length fits under this name.
-    fn has_room(&self, name: &[u8], value_bytes: usize) -> bool {
-        let others = || self.iter().filter(|(known, _)| *known != name);
-        let names: usize = others().map(|(name, _)| name.len() + 1).sum();
-        let values: usize = others().map(|(_, value)| value.len()).sum();
-        let names = names + name.len() + 1;
+    pub(crate) fn has_room(&self, name: &[u8], value_bytes: usize) -> bool {
+        let (count, names, values) = match self.get(name) {
+            Some(value) => (self.all.len() - 1, self.name_bytes - name.len(), self.value_bytes - value.len()),
+            None => (self.all.len(), self.name_bytes, self.value_bytes),
+        };
+        // The names of a list end with a zero.
+        let names = names + count + name.len() + 1;
         names <= LIST_BYTES_MAX && names + values + value_bytes <= INODE_BYTES_MAX
+    }
+
+    /// Returns the space that they take, in bytes.
+    pub(crate) fn space(&self) -> u64 {
+        space_of_xattrs(self.all.len(), self.name_bytes + self.value_bytes)
     }
 }
 
@@ -106,7 +127,7 @@ impl<S: Store> State<S> {
             None => {
                 if let Some(xattrs) = &mut self.xattrs {
                     xattrs.remove(name);
-                    if xattrs.0.is_empty() {
+                    if xattrs.all.is_empty() {
                         self.xattrs = None;
                     }
                 }
@@ -230,5 +251,34 @@ impl<S: Store> Tree<S> {
         drop(state);
         self.changes.publish(cx.session, || Change::Attr { ino });
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn sums_are_those_of_what_is_there(
+            steps in prop::collection::vec(("[a-c]{1,3}", prop::option::of(0..9000_usize)), 1..60),
+        ) {
+            let mut xattrs = Xattrs::default();
+            for (name, value) in &steps {
+                let name = name.as_bytes();
+                match value {
+                    Some(bytes) => xattrs.set(name, &vec![0; *bytes]),
+                    None => xattrs.remove(name),
+                }
+                let space: u64 = xattrs.iter().map(|(name, value)| xattr_bytes(name, value)).sum();
+                prop_assert_eq!(xattrs.space(), space);
+                let (new, bytes) = (&b"b"[..], INODE_BYTES_MAX / 2);
+                let others = xattrs.iter().filter(|(known, _)| *known != new);
+                let all: usize = others.map(|(name, value)| name.len() + 1 + value.len()).sum();
+                prop_assert_eq!(xattrs.has_room(new, bytes), all + 2 + bytes <= INODE_BYTES_MAX);
+            }
+        }
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ferry_mem::pmem::{Media, Medium, Options, open_media};
 use ferry_vfs::{FileSystem, Ino};
-use pmem_common::{Recording, at, cx, put};
+use pmem_common::{Recording, at, cx, name, put};
 
 /// A medium whose writes become durable only when it is let go.
 #[derive(Debug)]
@@ -78,4 +78,22 @@ fn fdatasync_waits_for_bytes_that_another_thread_is_syncing() {
         assert_eq!(one.join().unwrap(), Ok(()));
         assert_eq!(all.join().unwrap(), Ok(()));
     });
+}
+
+#[test]
+fn syncfs_makes_the_times_of_open_files_durable() {
+    let medium = Recording::new(vec![0; 8 << 20], 0, None);
+    let image: Arc<dyn Medium> = Arc::clone(&medium) as _;
+    let options = Options { commit: Some(Duration::ZERO), ..Options::default() };
+    let fs = open_media(&Media { image, tier2: None }, &options).unwrap();
+    let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, &[1; 8192]).unwrap();
+    fs.fsync(&cx(), ino, handle, false).unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    // In place: only its times change.
+    assert_eq!(fs.write(&cx(), &at(ino, handle, 0, 4096), &mut &[2; 4096][..]).unwrap().bytes(), Some(4096));
+    let written = fs.getattr(&cx(), ino, None).unwrap().mtime;
+    fs.syncfs(&cx(), ino).unwrap();
+    let image: Arc<dyn Medium> = Recording::new(medium.contents(), 0, None);
+    let fs = open_media(&Media { image, tier2: None }, &options).unwrap();
+    assert_eq!(fs.lookup(&cx(), Ino::ROOT, name(b"file")).unwrap().attr.mtime, written);
 }
