@@ -167,8 +167,8 @@ impl RequestTable {
         let Some(asked) = self.requests.get_mut(&ticket.tag).filter(|asked| asked.number == ticket.number) else {
             return;
         };
-        if !asked.flushes.is_empty() {
-            gone.cancel();
+        // A lock that is being granted has its reply before that to the flush.
+        if !asked.flushes.is_empty() && gone.cancel() {
             out.discard(asked.token);
             self.close(out, ticket.tag);
             return;
@@ -211,8 +211,8 @@ impl RequestTable {
                 if let Some(flush) = self.requests.get_mut(&tag) {
                     flush.charge = charge;
                 }
-                if let Some(gone) = gone {
-                    gone.cancel();
+                // A lock that is being granted has its reply first, as others do.
+                if gone.is_some_and(|gone| gone.cancel()) {
                     self.has_cancelled = true;
                     out.discard(waiting);
                     self.close(out, old);

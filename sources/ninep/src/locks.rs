@@ -80,6 +80,14 @@ impl OwnLocks {
         self.all.fetch_sub(before, Ordering::Relaxed);
     }
 
+    /// Returns what the owner of a lock has of its range, in order.
+    fn within(&self, of: &Lock) -> Vec<Lock> {
+        let ranges = self.owners.get(&of.owner).into_iter().flat_map(|owned| owned.ranges.range(..=of.end));
+        let met = ranges.filter(|(_, (_, end))| *end >= of.start);
+        met.map(|(start, (kind, end))| Lock { kind: *kind, start: of.start.max(*start), end: of.end.min(*end), ..*of })
+            .collect()
+    }
+
     fn has(&self, owner: LockOwner) -> bool {
         self.owners.contains_key(&owner)
     }
@@ -98,6 +106,26 @@ impl Drop for OwnLocks {
     fn drop(&mut self) {
         self.all.fetch_sub(self.ranges, Ordering::Relaxed);
     }
+}
+
+/// Returns the parts of a lock: those in `held`, which are in order and within it, and the rest as unlocks.
+fn parts_of(whole: &Lock, held: &[Lock]) -> Vec<Lock> {
+    let unlock = |start, end| Lock { kind: LockKind::Unlock, start, end, ..*whole };
+    let (mut parts, mut at) = (Vec::new(), whole.start);
+    for lock in held {
+        if at < lock.start {
+            parts.push(unlock(at, lock.start - 1));
+        }
+        parts.push(*lock);
+        match lock.end.checked_add(1) {
+            Some(next) => at = next,
+            None => return parts,
+        }
+    }
+    if at <= whole.end {
+        parts.push(unlock(at, whole.end));
+    }
+    parts
 }
 
 /// Inserts a range in place of overlapping ones, and merges it with adjacent ones of its type.
@@ -170,6 +198,25 @@ pub(crate) struct ParkedLocks {
 }
 
 impl ParkedLocks {
+    /// Has a waiter wait for what a cancelled request for the same lock waits for: a call that a signal interrupted is often made
+    /// again, and the server has that request still. Returns the waiter if there is none.
+    fn take_over(&self, inode: &Arc<Inode>, handle: Handle, wanted: &Lock, waiter: Waiter) -> Option<Waiter> {
+        let waits: Vec<Arc<Wait>> = lock(&self.waits).clone();
+        let is_same =
+            |wait: &&Arc<Wait>| Arc::ptr_eq(&wait.opened.inode, inode) && wait.handle == handle && wait.lock == *wanted;
+        for wait in waits.iter().filter(is_same) {
+            let mut state = lock(&wait.state);
+            if matches!(state.stage, Stage::Over) || state.waiter.as_ref().is_none_or(Waiter::is_waiting) {
+                continue;
+            }
+            let cancelled = state.waiter.replace(waiter);
+            drop(state);
+            cancelled.into_iter().for_each(|waiter| waiter.wake(Err(Errno::INTR)));
+            return None;
+        }
+        Some(waiter)
+    }
+
     /// Returns whether no request waits.
     pub(crate) fn is_empty(&self) -> bool {
         lock(&self.waits).is_empty()
@@ -281,6 +328,13 @@ impl Shared {
         if wanted.kind == LockKind::Unlock {
             opened.inode.release_synced();
         }
+        let wait = match wait {
+            Some(waiter) => match self.parked.take_over(&opened.inode, handle, wanted, waiter) {
+                None => return Ok(LockOutcome::Waiting),
+                waiter => waiter,
+            },
+            None => None,
+        };
         let outcome = self.link.with_retry(|session| self.lock_now(session, &opened.inode, wanted, false));
         if outcome.is_ok() && wanted.kind != LockKind::Unlock {
             self.forget_clean(&opened.inode);
@@ -351,6 +405,10 @@ impl Shared {
     fn wait_answered(self: &Arc<Self>, wait: &Arc<Wait>, connection: &Connection, answer: Answer) {
         let outcome = match answer {
             Answer::Lost { .. } => Err(RequestError::Lost { harmless: true }),
+            // Somebody may wait for it again.
+            Answer::Message(message) if message.is_flushed && lock(&wait.state).is_wanted() => {
+                Err(RequestError::Lost { harmless: true })
+            }
             Answer::Message(message) if message.is_flushed => Err(RequestError::Errno(Errno::INTR)),
             Answer::Message(message) => {
                 connection.take(&message, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })
@@ -385,20 +443,35 @@ impl Shared {
             state.stage = Stage::Over;
             state.waiter.take()
         };
-        if outcome.is_ok() {
-            lock(&wait.opened.inode.locks).set(&wait.lock, &self.parked.ranges);
-            self.forget_clean(&wait.opened.inode);
-        }
-        match waiter {
-            Some(waiter) => waiter.wake(outcome),
-            None if outcome.is_ok() => {
-                let unlock = Lock { kind: LockKind::Unlock, ..wait.lock };
-                if let Err(errno) = self.unlock(&wait.opened.inode, &unlock) {
+        let inode = &wait.opened.inode;
+        match (waiter, outcome) {
+            // From here on it cannot be cancelled.
+            (Some(waiter), Ok(())) if waiter.claim() => {
+                lock(&inode.locks).set(&wait.lock, &self.parked.ranges);
+                self.forget_clean(inode);
+                waiter.wake(Ok(()));
+            }
+            (waiter, Ok(())) => {
+                waiter.into_iter().for_each(|waiter| waiter.wake(Err(Errno::INTR)));
+                if let Err(errno) = self.give_back(inode, &wait.lock) {
                     tracing::debug!("cannot release an unneeded lock: {errno}");
                 }
             }
-            None => {}
+            (Some(waiter), Err(errno)) => waiter.wake(Err(errno)),
+            (None, Err(_)) => {}
         }
+    }
+
+    /// Releases a lock that the server has granted and nobody wants, but for what its owner has of it: that becomes what it was.
+    fn give_back(&self, inode: &Inode, granted: &Lock) -> Result<()> {
+        let held = lock(&inode.locks).within(granted);
+        for part in parts_of(granted, &held) {
+            match part.kind {
+                LockKind::Unlock => self.unlock(inode, &part)?,
+                _ => self.link.with_retry(|session| self.lock_now(session, inode, &part, false))?,
+            }
+        }
+        Ok(())
     }
 
     /// Checks the waiting requests; called by the keeper.
@@ -522,6 +595,8 @@ mod tests {
         #[test]
         fn has_what_was_set_last_in_as_few_ranges_as_can_be(
             steps in prop::collection::vec((kind(), 0..20_u64, 0..8_u64), 1..40),
+            asked in 0..24_u64,
+            asked_more in 0..8_u64,
         ) {
             let (mut locks, all, mut bytes) = (OwnLocks::default(), Arc::default(), [LockKind::Unlock; 32]);
             for (kind, start, more) in steps {
@@ -534,6 +609,15 @@ mod tests {
                 prop_assert_eq!(found, bytes);
                 let runs = bytes.chunk_by(|one, next| one == next).filter(|run| run[0] != LockKind::Unlock).count();
                 prop_assert_eq!((locks.all().len(), all.load(Ordering::Relaxed)), (runs, runs));
+                let whole = lock(LockKind::Write, 1, asked, asked + asked_more);
+                let mut next = asked;
+                for part in parts_of(&whole, &locks.within(&whole)) {
+                    prop_assert_eq!(part.start, next);
+                    next = part.end + 1;
+                    let inside = (0..).zip(&bytes).filter(|(byte, _)| (part.start..next).contains(byte));
+                    prop_assert!(inside.map(|(_, kind)| *kind).all(|kind| kind == part.kind));
+                }
+                prop_assert_eq!(next, asked + asked_more + 1);
             }
             drop(locks);
             prop_assert_eq!(all.load(Ordering::Relaxed), 0);

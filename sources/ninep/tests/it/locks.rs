@@ -3,12 +3,12 @@
 
 use crate::common;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::fake::{Fake, reply};
+use common::fake::{Act, Fake, reply};
 use common::{CX, PATIENCE, Served, name, read, write};
 use ferry_9p_client::{Client, Options};
 use ferry_vfs::*;
@@ -99,6 +99,68 @@ fn waiting_ends_with_the_lock_or_its_cancellation() {
         assert!(Instant::now() < end);
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Its request at the server may be granted while it is being given up.
+#[test]
+fn a_wait_that_was_interrupted_and_made_again_gets_the_lock_and_keeps_it() {
+    let served = served();
+    let (one, two) = (opened(&served), opened(&served));
+    for _ in 0..20 {
+        assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
+        let (first, gone) = two.wait(LockKind::Write, 1);
+        assert!(gone.cancel());
+        let (second, _) = two.wait(LockKind::Write, 1);
+        assert_eq!(first.recv_timeout(PATIENCE).unwrap(), Err(Errno::INTR));
+        assert_eq!(one.set(LockKind::Unlock, 1), Ok(LockOutcome::Done));
+        assert_eq!(second.recv_timeout(PATIENCE).unwrap(), Ok(()));
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(one.set(LockKind::Write, 1).unwrap_err(), Errno::AGAIN);
+        assert_eq!(two.set(LockKind::Unlock, 1), Ok(LockOutcome::Done));
+    }
+}
+
+/// The server grants what a signal interrupted while it is asked to forget that, and the call has been made again.
+#[test]
+fn a_repeated_call_takes_over_the_request_of_the_interrupted_one() {
+    let (again, is_again) = mpsc::channel::<()>();
+    let (flushing, is_flushing) = mpsc::channel::<()>();
+    let (is_again, waits, unlocks) =
+        (Mutex::new(is_again), Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (waiting, unlocked) = (Arc::clone(&waits), Arc::clone(&unlocks));
+    let fake = Fake::new(move |tag, request| match request {
+        Request::Lock { lock, .. } if lock.kind == LockKind::Unlock => {
+            unlocked.fetch_add(1, Ordering::SeqCst);
+            Some(reply(tag, &Reply::Lock(LockStatus::Success)))
+        }
+        Request::Lock { wait: false, .. } => Some(reply(tag, &Reply::Lock(LockStatus::Blocked))),
+        Request::Lock { wait: true, .. } => {
+            waiting.fetch_add(1, Ordering::SeqCst);
+            Some(Act::Silence)
+        }
+        Request::Flush { old } => {
+            flushing.send(()).unwrap();
+            is_again.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+            let mut replies = Vec::new();
+            Reply::Lock(LockStatus::Success).encode(*old, &mut replies);
+            Reply::Flush.encode(tag, &mut replies);
+            Some(Act::Send(replies))
+        }
+        _ => None,
+    });
+    let client = fake.connect(Options::default()).unwrap();
+    let ino = client.lookup(&CX, Ino::ROOT, name("f")).unwrap().ino;
+    let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
+    let one = Opened { client, ino, handle };
+    let (first, gone) = one.wait(LockKind::Write, 1);
+    assert!(gone.cancel());
+    is_flushing.recv_timeout(PATIENCE).unwrap();
+    let (second, _) = one.wait(LockKind::Write, 1);
+    assert_eq!(first.recv_timeout(PATIENCE).unwrap(), Err(Errno::INTR));
+    again.send(()).unwrap();
+    assert_eq!(second.recv_timeout(PATIENCE).unwrap(), Ok(()));
+    assert_eq!(one.set(LockKind::Unlock, 1), Ok(LockOutcome::Done));
+    assert_eq!((waits.load(Ordering::SeqCst), unlocks.load(Ordering::SeqCst)), (1, 1));
 }
 
 #[test]
