@@ -24,7 +24,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
-use ferry_control::{Logging, printable};
+use ferry_control::{Logging, printable, printable_json};
 use ferry_image::{DumpError, Image, Inode, Nid, Objects, Source, Store, hex, walk};
 use ferry_vfs::{FileType, Name};
 use serde_json::json;
@@ -261,7 +261,7 @@ fn list(image: &Image, path: &Path, long: bool, json: bool) -> Result<()> {
             if let Some(target) = target {
                 set_name(&mut line, "target", &target);
             }
-            writeln!(out, "{line}")?;
+            writeln!(out, "{}", printable_json(&line.to_string()))?;
         } else if long {
             let arrow = target.map(|target| format!(" -> {}", target.escape_ascii())).unwrap_or_default();
             let (mode, time) = (permissions(inode), date(inode.mtime.sec));

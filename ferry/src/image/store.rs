@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use ferry_control::printable_json;
 use ferry_image::{
     ChangeKind, Digests, ExclusiveStore, GcObjects, GcReport, Image, ImageUsage, LiveSet, Store, Usage,
     object_locations,
@@ -238,7 +239,7 @@ pub fn diff(args: &DiffArgs) -> Result<u8> {
         if args.json {
             let mut line = json!({"change": word, "what": change.what});
             set_name(&mut line, "path", &change.path);
-            writeln!(out, "{line}")?;
+            writeln!(out, "{}", printable_json(&line.to_string()))?;
         } else {
             let what = if change.what.is_empty() { String::new() } else { format!(" ({})", change.what.join(", ")) };
             writeln!(out, "{letter} {}{what}", change.path.escape_ascii())?;

@@ -4,6 +4,7 @@ use std::fs::{self, DirBuilder, File};
 use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use ferry_fuse::Mounted;
@@ -45,13 +46,28 @@ impl Upper {
             bail!("{work} is on another file system than {dir}: name a folder on the same one with --work");
         }
         let lock = File::open(&work).with_context(|| format!("cannot open {}", work.display()))?;
-        flock(&lock, FlockOperation::LockExclusive).with_context(|| format!("cannot lock {}", work.display()))?;
+        lock_within(&lock, LOCK_TIME)
+            .with_context(|| format!("cannot lock {}: another process uses it", work.display()))?;
         let mounts = Mounted::all().context("cannot read the kernel's mount table")?;
         if let Some(mounted) = mounted_on(&mounts, &dir) {
             bail!("{} is already the upper layer of the mount on {}", dir.display(), mounted.display());
         }
         check_image(&dir, &work, image)?;
         Ok(Self { dir, work, _lock: lock })
+    }
+}
+
+/// How long another process that uses the work folder is waited for: it may be ending. Everybody who can open the folder can lock it.
+const LOCK_TIME: Duration = Duration::from_secs(10);
+const LOCK_TICK: Duration = Duration::from_millis(20);
+
+fn lock_within(file: &File, time: Duration) -> rustix::io::Result<()> {
+    let end = Instant::now() + time;
+    loop {
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) if Instant::now() < end => std::thread::sleep(LOCK_TICK),
+            outcome => return outcome,
+        }
     }
 }
 
@@ -119,6 +135,18 @@ fn mounted_on(mounts: &[Mounted], upper: &Path) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Whoever can open a folder can lock it for ever.
+    #[test]
+    fn a_lock_that_another_process_keeps_is_not_waited_for_without_end() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let open = || File::open(dir.path()).expect("it is there");
+        let (theirs, ours) = (open(), open());
+        flock(&theirs, FlockOperation::LockShared).expect("nobody has it");
+        assert_eq!(lock_within(&ours, LOCK_TICK * 2), Err(Errno::WOULDBLOCK));
+        drop(theirs);
+        assert_eq!(lock_within(&ours, Duration::ZERO), Ok(()));
+    }
 
     #[test]
     fn an_upper_layer_is_found_in_the_table_of_mounts() {

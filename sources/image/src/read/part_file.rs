@@ -138,8 +138,12 @@ pub(crate) fn complete(pack: &Pack, common: &PartialPacks) -> Result<()> {
     pack.file.sync_all().doing("sync", &part)?;
     pack.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &part)?;
     // The name may belong to another process's new file: then this one is already complete under its final name.
-    if is_ours(&part) || !name.exists() {
+    if is_ours(&part) {
         fs::rename(&part, &name).doing("make", &name)?;
+    } else if !name.exists() {
+        // A new file of another process may have the first name: nothing is known of what that one has.
+        let removed = io::Error::new(io::ErrorKind::NotFound, "its file was removed while it was fetched");
+        return Err(removed).doing("make", &name);
     }
     new.keep(&index)?;
     let rest = at(&format!("{PART_SUFFIX}{INDEX_SUFFIX}"));

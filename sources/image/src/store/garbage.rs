@@ -306,7 +306,9 @@ impl Kind {
     /// Returns the pack whose part this is, if a server uses it. With the store locked, no server begins to.
     fn used_part(self, path: &Path) -> Option<Digest> {
         let Self::Part(pack) = self else { return None };
-        is_locked(path).then_some(pack)
+        // Everybody may lock its index.
+        let is_part = path.extension().is_some_and(|end| *end == *PART_SUFFIX.trim_start_matches('.'));
+        (is_part && is_locked(path)).then_some(pack)
     }
 }
 

@@ -17,9 +17,12 @@ use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use ferry_vfs::sync::lock;
 use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 
 use crate::format::chunk::{self, ChunkState};
 use crate::format::digest::Digest;
@@ -317,14 +320,25 @@ fn look(file: &File, object: &Object) -> Option<ChunkState> {
     look_at_object(file, object.begin(), object, &mut Vec::new()).ok()
 }
 
+/// How long a concurrent repair of a pack is waited for: everybody can lock its record of damage.
+const REPAIR_TIME: Duration = Duration::from_secs(60);
+const REPAIR_TICK: Duration = Duration::from_millis(20);
+
 /// Waits for a concurrent repair of a pack; `None` if nothing is left to repair. The file holds the lock.
 fn lock_note(path: &PathBuf) -> Result<Option<File>> {
+    let end = Instant::now() + REPAIR_TIME;
     loop {
         let file = match File::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened.doing("open", path)?,
         };
-        rustix::fs::flock(&file, FlockOperation::LockExclusive).doing("lock", path)?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) if Instant::now() < end => {
+                thread::sleep(REPAIR_TICK);
+                continue;
+            }
+            locked => locked.doing("lock", path)?,
+        }
         let ours = file.metadata().doing("look at", path)?;
         // Its previous owner may have replaced it.
         if fs::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {

@@ -323,6 +323,27 @@ fn an_image_without_a_variant_goes_before_those_with_one() {
     }
 }
 
+fn make_fifo(path: &Path) {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    mknodat(CWD, path, FileType::Fifo, Mode::from_raw_mode(0o600), 0).expect("FIFOs can be made");
+}
+
+/// A member of an archive of GNU tar: a file that is nothing but a hole of so many bytes.
+fn hole(name: &str, bytes: u64) -> [u8; 512] {
+    let mut header = [0; 512];
+    header[..name.len()].copy_from_slice(name.as_bytes());
+    header[100..108].copy_from_slice(b"0000644\0");
+    header[124..136].copy_from_slice(b"00000000000\0");
+    header[148..156].copy_from_slice(b"        ");
+    header[156] = b'S';
+    header[257..265].copy_from_slice(b"ustar  \0");
+    header[483] = 0x80;
+    header[487..495].copy_from_slice(&bytes.to_be_bytes());
+    let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+    header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+    header
+}
+
 /// What is done to a bundle, and what is said of it then.
 type Case = (&'static str, fn(&mut Bundle));
 
@@ -351,7 +372,7 @@ fn hostile_directories_are_refused() {
     for (reason, members) in members {
         refused(reason, with(members));
     }
-    let cases: [Case; 14] = [
+    let cases: [Case; 16] = [
         ("No such file or directory", |bundle| {
             fs::remove_file(bundle.blob_path(bundle.layers[0]["digest"].as_str().expect("text"))).expect("it is there");
         }),
@@ -375,14 +396,17 @@ fn hostile_directories_are_refused() {
         ("it is no regular file", |bundle| {
             let path = bundle.blob_path(bundle.layers[0]["digest"].as_str().expect("text"));
             fs::remove_file(&path).expect("it is there");
-            rustix::fs::mknodat(
-                rustix::fs::CWD,
-                &path,
-                rustix::fs::FileType::Fifo,
-                rustix::fs::Mode::from_raw_mode(0o600),
-                0,
-            )
-            .expect("FIFOs can be made");
+            make_fifo(&path);
+        }),
+        ("it is no regular file", |bundle| {
+            let path = bundle.folder.join("oci-layout");
+            fs::remove_file(&path).expect("it is there");
+            make_fifo(&path);
+        }),
+        ("the files up to here have 1131723891496 bytes, more than 1099511627776", |bundle| {
+            let members: Vec<u8> = (0..17).flat_map(|number| hole(&format!("hole{number}"), 62 << 30)).collect();
+            bundle.layer(&members, Packing::Gzip);
+            bundle.finish("latest");
         }),
         ("it is damaged", |bundle| {
             let manifest = bundle.manifest();

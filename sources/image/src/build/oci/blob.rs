@@ -43,6 +43,12 @@ impl fmt::Debug for Name {
     }
 }
 
+/// Opens a file of any type: that neither waits nor has an effect.
+pub(super) fn open_untrusted(path: &Path) -> Result<File> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    openat(CWD, path, flags, Mode::empty()).doing("open", path).map(File::from)
+}
+
 /// A reader that hashes what it reads.
 pub(super) struct Hashing<R> {
     inner: R,
@@ -88,9 +94,7 @@ impl Blob {
     /// Opens the blob of an image directory with this name and length.
     pub(super) fn open(directory: &Path, name: Name, bytes: u64, what: &'static str) -> Result<Self> {
         let path = directory.join("blobs/sha256").join(hex(&name.0));
-        // The file may be of any type: opening it must neither wait nor have an effect.
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-        let file = File::from(openat(CWD, &path, flags, Mode::empty()).doing("open", &path)?);
+        let file = open_untrusted(&path)?;
         let found = file.metadata().doing("look at", &path)?;
         if !found.is_file() || found.len() != bytes {
             let reason = if found.is_file() {

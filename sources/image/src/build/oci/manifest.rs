@@ -1,14 +1,13 @@
 //! The JSON documents of an image directory, with limits.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use super::blob::{Blob, Name};
+use super::blob::{Blob, Name, open_untrusted};
 use crate::format::error::{Error, IoContext, Result};
 
 /// The maximum size of a manifest, index or configuration in bytes: what every registry must accept.
@@ -100,7 +99,10 @@ fn parse<T: DeserializeOwned>(bytes: &[u8], path: &Path, at: &str) -> Result<T> 
 
 /// Reads a file of the directory with a fixed name.
 fn read_file<T: DeserializeOwned>(path: &Path, at: &str) -> Result<T> {
-    let file = File::open(path).doing("open", path)?;
+    let file = open_untrusted(path)?;
+    if !file.metadata().doing("look at", path)?.is_file() {
+        return Err(flaw(path, at, "it is no regular file"));
+    }
     let mut bytes = Vec::new();
     file.take(JSON_BYTES_MAX + 1).read_to_end(&mut bytes).doing("read", path)?;
     if bytes.len() as u64 > JSON_BYTES_MAX {

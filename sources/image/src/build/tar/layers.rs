@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::io::Read;
 use std::path::Path;
 
+use super::FileBytes;
 use super::marks::{Mark, mark};
 use super::member::{Kind, Member, Members};
 use super::pax::Globals;
@@ -23,12 +24,14 @@ pub(crate) struct Layers {
     builder: TreeBuilder,
     /// The files of each layer.
     files: Vec<Vec<(u64, NodeId)>>,
+    file_bytes: FileBytes,
     for_composefs: bool,
 }
 
 impl Layers {
     pub(crate) fn begin(for_composefs: bool) -> Self {
-        Self { builder: TreeBuilder::default(), files: Vec::new(), for_composefs }
+        let (builder, files, file_bytes) = (TreeBuilder::default(), Vec::new(), FileBytes::within(None));
+        Self { builder, files, file_bytes, for_composefs }
     }
 
     /// Applies the next layer.
@@ -62,6 +65,7 @@ impl Layers {
     }
 
     fn member(&mut self, member: &Member) -> Result<(), Refusal> {
+        self.file_bytes.add(member.bytes)?;
         let file = Content::Unread { bytes: member.bytes };
         let id = self.apply(member, (member.kind == Kind::File).then_some(file))?;
         if let (Kind::File, Some(id), Some(files)) = (member.kind, id, self.files.last_mut()) {

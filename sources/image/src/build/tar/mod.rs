@@ -25,7 +25,7 @@ use ferry_vfs::Timespec;
 
 use crate::build::content_writer::ContentWriter;
 use crate::build::filter::Whiteouts;
-use crate::build::tree_builder::TreeBuilder;
+use crate::build::tree_builder::{Refusal, TreeBuilder};
 use crate::format::error::Result;
 use crate::format::tree::{Node, Tree, set_xattr};
 
@@ -90,6 +90,28 @@ pub(crate) fn read_layer<W: ContentWriter>(
     read_with(Members::of(input, source, Globals::Ignore), source, (Some(rules.whiteouts), Some(rules)), writer)
 }
 
+/// The maximum size of all files of an archive in bytes, where nobody has said another: a small archive can describe large files with
+/// holes, which are hashed and listed as others are.
+const FILE_BYTES_MAX: u64 = 1 << 40;
+
+/// The size of the files of an archive, or of several, so far.
+pub(super) struct FileBytes {
+    sum: u64,
+    max: u64,
+}
+
+impl FileBytes {
+    pub(super) fn within(max: Option<u64>) -> Self {
+        Self { sum: 0, max: max.unwrap_or(FILE_BYTES_MAX) }
+    }
+
+    pub(super) fn add(&mut self, bytes: u64) -> std::result::Result<(), Refusal> {
+        self.sum = self.sum.saturating_add(bytes);
+        let Self { sum, max } = self;
+        if sum > max { Err(format!("the files up to here have {sum} bytes, more than {max}")) } else { Ok(()) }
+    }
+}
+
 fn read_with<W: ContentWriter>(
     mut members: Members<impl Read>,
     source: &Path,
@@ -97,7 +119,8 @@ fn read_with<W: ContentWriter>(
     writer: &mut W,
 ) -> Result<Tree> {
     let mut builder = TreeBuilder::default();
-    let (mut marks, mut file_bytes) = (LayerMarks::new(whiteouts), 0_u64);
+    let mut marks = LayerMarks::new(whiteouts);
+    let mut file_bytes = FileBytes::within(rules.map(|rules| rules.file_bytes_max));
     while let Some(member) = members.next()? {
         let names = components(&member.path).map_err(|reason| refused(source, &member, reason))?;
         let is_mark = marks.takes(&names, member.mtime, &mut builder);
@@ -106,13 +129,7 @@ fn read_with<W: ContentWriter>(
             members.skip()?;
             continue;
         }
-        if let Some(LayerRules { file_bytes_max, .. }) = rules {
-            file_bytes = file_bytes.saturating_add(member.bytes);
-            if file_bytes > *file_bytes_max {
-                let reason = format!("the files up to here have {file_bytes} bytes, more than {file_bytes_max}");
-                return Err(refused(source, &member, reason));
-            }
-        }
+        file_bytes.add(member.bytes).map_err(|reason| refused(source, &member, reason))?;
         let content = match member.kind {
             Kind::File => Some(contents(&mut members, &member, writer)?),
             _ => None,
