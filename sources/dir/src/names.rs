@@ -285,11 +285,13 @@ impl Dir {
         let file = self.as_caller(cx, new, |mode| {
             self.retry_with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), name.as_bytes(), exclusive, mode))
         })?;
-        let (inode, st) = self.find_open(&dir, At::Name(name.as_bytes()), file.as_fd())?;
-        let made = self.add_open(cx, inode, &st, file, host)?;
-        self.entry_changed(cx.session, &dir, name);
-        self.created(cx.session, &dir, name, Some((made.0.ino, false)));
-        Ok(made)
+        let found = self.find_open(&dir, At::Name(name.as_bytes()), file.as_fd());
+        let made = found.and_then(|(inode, st)| self.add_open(cx, inode, &st, file, host));
+        // The name is there in any case; the caller is told, too, if it gets an error.
+        let by = if made.is_ok() { cx.session } else { SessionId::default() };
+        self.entry_changed(by, &dir, name);
+        self.created(by, &dir, name, made.as_ref().ok().map(|(entry, _)| (entry.ino, false)));
+        made
     }
 
     /// Adds the handle of a created file; releases the reference if that fails.

@@ -425,6 +425,8 @@ fn targets(state: &mut State, event: &Event<'_>, dirs: &[Ino], name: &NameBuf) -
         let moved = state.moved.take().filter(|(cookie, _)| *cookie == event.cookie);
         let moved: Vec<Ino> = find(state, &moved.map(|(_, names)| names).unwrap_or_default());
         for (name, ino) in names.iter().flat_map(|name| moved.iter().map(move |ino| (*name, *ino))) {
+            // It forgets all others.
+            state.is_behind |= state.names.is_full(ino);
             state.names.insert(name, ino);
         }
         return moved;
