@@ -47,7 +47,7 @@ impl Upper {
         }
         let lock = File::open(&work).with_context(|| format!("cannot open {}", work.display()))?;
         lock_within(&lock, LOCK_TIME)
-            .with_context(|| format!("cannot lock {}: another process uses it", work.display()))?;
+            .with_context(|| format!("cannot lock {0}, which another process has locked (lsof {0})", work.display()))?;
         let mounts = Mounted::all().context("cannot read the kernel's mount table")?;
         if let Some(mounted) = mounted_on(&mounts, &dir) {
             bail!("{} is already the upper layer of the mount on {}", dir.display(), mounted.display());

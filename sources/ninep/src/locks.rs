@@ -405,11 +405,8 @@ impl Shared {
     fn wait_answered(self: &Arc<Self>, wait: &Arc<Wait>, connection: &Connection, answer: Answer) {
         let outcome = match answer {
             Answer::Lost { .. } => Err(RequestError::Lost { harmless: true }),
-            // Somebody may wait for it again.
-            Answer::Message(message) if message.is_flushed && lock(&wait.state).is_wanted() => {
-                Err(RequestError::Lost { harmless: true })
-            }
-            Answer::Message(message) if message.is_flushed => Err(RequestError::Errno(Errno::INTR)),
+            // Somebody may wait for it again; otherwise the keeper ends it.
+            Answer::Message(message) if message.is_flushed => Err(RequestError::Lost { harmless: true }),
             Answer::Message(message) => {
                 connection.take(&message, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })
             }
@@ -486,6 +483,8 @@ impl Shared {
                     state.stage = Stage::GivenUp;
                 }
                 Stage::Again(_) if !is_wanted => {
+                    // From here on it cannot be taken over.
+                    state.stage = Stage::Over;
                     drop(state);
                     self.end_wait(&wait, Err(Errno::INTR));
                 }

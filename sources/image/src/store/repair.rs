@@ -337,6 +337,11 @@ fn lock_note(path: &PathBuf) -> Result<Option<File>> {
                 thread::sleep(REPAIR_TICK);
                 continue;
             }
+            Err(Errno::WOULDBLOCK) => {
+                let kept =
+                    io::Error::new(io::ErrorKind::WouldBlock, "another process keeps it locked: is that a repair?");
+                return Err(kept).doing("lock", path);
+            }
             locked => locked.doing("lock", path)?,
         }
         let ours = file.metadata().doing("look at", path)?;
