@@ -19,7 +19,7 @@
 //!
 //! All of it is below a directory that only root can enter: layers have set-user-id programs and device nodes.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
@@ -32,6 +32,8 @@ use crate::trash;
 /// long names.
 pub const ROOT_BYTES_MAX: usize = 128;
 
+/// The name of the file of the records.
+const METADATA: &str = "metadata.redb";
 /// The name of the mount point of a merged image.
 pub const MERGED: &str = "merged";
 
@@ -86,6 +88,7 @@ impl Folders {
             let why = format!("the root {} has characters that options of mounts cannot have", root.display());
             return Err(Error::InvalidArgument(why));
         }
+        refuse_others(root)?;
         create_dir(root, 0o700)?;
         fs::set_permissions(root, fs::Permissions::from_mode(0o700)).doing("change", root)?;
         let folders = Self { root: root.into() };
@@ -98,7 +101,7 @@ impl Folders {
     /// Returns the file of the records.
     #[must_use]
     pub fn metadata(&self) -> PathBuf {
-        self.root.join("metadata.redb")
+        self.root.join(METADATA)
     }
 
     /// Returns the store of images.
@@ -279,6 +282,39 @@ impl Folders {
     }
 }
 
+/// Fails if a directory has files and no records of them: what has no record is removed, and these may be another snapshotter's.
+fn refuse_others(root: &Path) -> Result<()> {
+    let is_empty = |path: &Path| -> Result<bool> {
+        match fs::read_dir(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(true),
+            Err(error) if error.kind() == ErrorKind::NotADirectory => Ok(false),
+            entries => Ok(entries.doing("list", path)?.next().is_none()),
+        }
+    };
+    if is_empty(root)? || root.join(METADATA).symlink_metadata().is_ok() {
+        return Ok(());
+    }
+    for entry in fs::read_dir(root).doing("list", root)? {
+        let path = entry.doing("list", root)?.path();
+        let is_known = match path.file_name().and_then(OsStr::to_str) {
+            Some("store" | "traces" | "lost+found") => true,
+            // A first start that was killed.
+            Some("snapshots" | "trash" | "lazy" | "probe") => is_empty(&path)?,
+            _ => false,
+        };
+        if !is_known {
+            let why = format!(
+                "the root {} has files and no {METADATA}: {} may be another program's, and would be removed. Name an empty directory as \
+                 root, or restore {METADATA}",
+                root.display(),
+                path.display()
+            );
+            return Err(Error::InvalidArgument(why));
+        }
+    }
+    Ok(())
+}
+
 /// Creates a directory with these permissions, whatever the umask, unless it exists.
 fn create_dir(path: &Path, mode: u32) -> Result<()> {
     match DirBuilder::new().recursive(true).mode(mode).create(path) {
@@ -301,6 +337,41 @@ mod tests {
             assert!(!root.exists(), "{name:?}");
         }
         assert!(matches!(Folders::create(Path::new("relative")), Err(Error::InvalidArgument(_))));
+    }
+
+    #[test]
+    fn a_root_of_another_program_is_refused_as_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        for (files, is_refused) in [
+            (&["snapshots/1/fs/x", "metadata.db"][..], true),
+            (&["snapshots/1/fs/x"], true),
+            (&["lazy/key/image"], true),
+            (&["containerd/x"], true),
+            (&["snapshots"], true),
+            (&["store/packs/x", "traces/x"], false),
+            (&["snapshots/1/fs/x", METADATA], false),
+        ] {
+            let root = folder.path().join("root");
+            for file in files {
+                fs::create_dir_all(root.join(file).parent().unwrap()).unwrap();
+                fs::write(root.join(file), "some").unwrap();
+            }
+            fs::set_permissions(&root, fs::Permissions::from_mode(0o755)).unwrap();
+            match Folders::create(&root) {
+                Ok(_) => assert!(!is_refused, "{files:?}"),
+                Err(error) => {
+                    let (text, mode) = (error.to_string(), fs::metadata(&root).unwrap().mode() & 0o777);
+                    assert!(is_refused && text.contains("no metadata.redb") && mode == 0o755, "{files:?}: {text}");
+                    assert!(files.iter().all(|file| root.join(file).exists()), "{files:?}");
+                }
+            }
+            fs::remove_dir_all(&root).unwrap();
+        }
+        let root = folder.path().join("first");
+        for _ in 0..2 {
+            // The first start may end before there are records.
+            Folders::create(&root).unwrap();
+        }
     }
 
     #[test]
