@@ -9,10 +9,12 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ureq::config::ConfigBuilder;
 use ureq::http::{HeaderValue, Method, header};
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
+use ureq::typestate::HttpCrateScope;
 use ureq::unversioned::transport::DefaultConnector;
-use ureq::{Agent, Body, SendBody};
+use ureq::{Agent, AsSendBody, Body, SendBody};
 use url::Url;
 
 use crate::error::{Error, Result};
@@ -36,19 +38,18 @@ const SPEED_MIN: u64 = 64 << 10;
 /// The maximum number of idle connections.
 const IDLE_MAX: usize = 32;
 
+/// A request with settings of its own.
+type Configured<B> = ConfigBuilder<HttpCrateScope<B>>;
+
 /// Options of requests.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Whether other machines may be contacted without encryption.
     pub plain_http: bool,
-    /// How long a server may be silent.
-    pub patience: Duration,
-    /// When requests end that are under way, and are not tried again; `None`: each has a time by its length.
-    pub deadline: Option<Instant>,
+    /// How long requests may take, at first.
+    pub limits: Limits,
     /// The maximum number of concurrent requests; further ones wait. At least 1.
     pub requests_max: usize,
-    /// How often a request is tried. At least 1.
-    pub attempts_max: u32,
     /// Folders with containerd's `hosts.toml` files; the first one that describes a registry counts.
     pub hosts: Vec<PathBuf>,
     /// The file with credentials, or a folder of such files; otherwise those that podman and docker use. They are read when a server asks.
@@ -57,14 +58,29 @@ pub struct Options {
     pub manifest: Option<Vec<u8>>,
 }
 
+/// How long requests may take, and how often they are tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// How long a server may be silent.
+    pub patience: Duration,
+    /// When requests end that are under way, and are not tried again; `None`: each has a time by its length.
+    pub deadline: Option<Instant>,
+    /// How often a request is tried. At least 1.
+    pub attempts_max: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { patience: Duration::from_secs(30), deadline: None, attempts_max: ATTEMPTS_MAX }
+    }
+}
+
 impl Default for Options {
     fn default() -> Self {
         Self {
             plain_http: false,
-            patience: Duration::from_secs(30),
-            deadline: None,
+            limits: Limits::default(),
             requests_max: IDLE_MAX,
-            attempts_max: ATTEMPTS_MAX,
             hosts: Vec::new(),
             credentials: None,
             manifest: None,
@@ -95,30 +111,35 @@ pub struct Client {
     /// The origin may be on another machine.
     is_remote: Arc<AtomicBool>,
     options: Options,
+    limits: Mutex<Limits>,
+    /// The shortest time that a response took to begin, in microseconds.
+    latency_us: AtomicU64,
     slots: Slots,
     requests: AtomicU64,
     received_bytes: AtomicU64,
     sent_bytes: AtomicU64,
 }
 
-/// The slots of threads with a request in flight.
+/// Slots of threads that do something at once: have a request in flight, or much memory.
 #[derive(Debug, Default)]
-pub(crate) struct Slots {
+pub struct Slots {
     used: Mutex<usize>,
     freed: Condvar,
 }
 
 /// The slot of one thread, until dropped.
 #[derive(Debug)]
-pub(crate) struct Slot<'a>(&'a Slots);
+pub struct Slot<'a>(&'a Slots);
 
 impl Slots {
-    pub(crate) const fn new() -> Self {
+    /// Creates free slots.
+    #[must_use]
+    pub const fn new() -> Self {
         Self { used: Mutex::new(0), freed: Condvar::new() }
     }
 
     /// Waits for a free slot. A thread with a slot never waits for another one, so there is no deadlock.
-    pub(crate) fn enter(&self, max: usize) -> Slot<'_> {
+    pub fn enter(&self, max: usize) -> Slot<'_> {
         let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let full = |used: &mut usize| *used >= max.max(1);
         *self.freed.wait_while(used, full).unwrap_or_else(PoisonError::into_inner) += 1;
@@ -261,11 +282,6 @@ impl Client {
                 .max_redirects(0)
                 .max_redirects_will_error(false)
                 .tls_config(tls)
-                .timeout_connect(Some(options.patience))
-                .timeout_resolve(Some(options.patience))
-                // A long body has a long time as a whole.
-                .timeout_per_read(Some(options.patience))
-                .timeout_per_write(Some(options.patience))
                 .max_idle_connections(IDLE_MAX)
                 .max_idle_connections_per_host(IDLE_MAX)
                 .user_agent(concat!("ferry/", env!("CARGO_PKG_VERSION")))
@@ -279,6 +295,8 @@ impl Client {
             origin_agent: Agent::with_parts(origin, connector, resolver),
             any_agent: others.new_agent(),
             remote_agent: Agent::with_parts(others, DefaultConnector::default(), RemoteResolver::default()),
+            limits: Mutex::new(options.limits),
+            latency_us: AtomicU64::new(u64::MAX),
             options,
             slots: Slots::default(),
             requests: AtomicU64::new(0),
@@ -298,6 +316,20 @@ impl Client {
 
     pub(crate) fn options(&self) -> &Options {
         &self.options
+    }
+
+    fn limits(&self) -> Limits {
+        *self.limits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the limits of later requests.
+    pub(crate) fn set_limits(&self, limits: Limits) {
+        *self.limits.lock().unwrap_or_else(PoisonError::into_inner) = limits;
+    }
+
+    /// Returns the shortest time that a response took to begin, if there was one.
+    pub(crate) fn latency(&self) -> Option<Duration> {
+        Some(self.latency_us.load(Ordering::Relaxed)).filter(|us| *us < u64::MAX).map(Duration::from_micros)
     }
 
     /// Checks that a request without encryption stays on this machine, unless allowed.
@@ -359,8 +391,9 @@ impl Client {
             false => &self.remote_agent,
         };
         let sent = upload.as_ref().map_or(0, |upload| upload.bytes);
-        let time = self.options.patience + Duration::from_secs((request.bytes + sent) / SPEED_MIN);
-        let left = self.options.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let Limits { patience, deadline, .. } = self.limits();
+        let time = patience + Duration::from_secs((request.bytes + sent) / SPEED_MIN);
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let time = left.map_or(time, |left| left.min(time));
         let mut builder = ureq::http::Request::builder().method(request.method.clone()).uri(request.url.as_str());
         for (name, value) in &request.headers {
@@ -374,18 +407,23 @@ impl Client {
             builder = builder.header(name, value);
         }
         let invalid = |error| failed(ureq::Error::Http(error));
+        let begun = Instant::now();
         let outcome = match upload {
             Some(Upload { reader, bytes }) => {
                 let built = builder.header(header::CONTENT_LENGTH, *bytes).body(SendBody::from_reader(*reader));
-                let request = agent.configure_request(built.map_err(invalid)?).timeout_global(Some(time));
+                let request = limit(agent.configure_request(built.map_err(invalid)?), patience, time);
                 // A registry is silent while it stores what it was sent.
                 agent.run(request.timeout_per_read(Some(time)).build())
             }
             None => {
                 let built = builder.body(()).map_err(invalid)?;
-                agent.run(agent.configure_request(built).timeout_global(Some(time)).build())
+                agent.run(limit(agent.configure_request(built), patience, time).build())
             }
         };
+        if outcome.is_ok() {
+            let took = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
+            self.latency_us.fetch_min(took, Ordering::Relaxed);
+        }
         let outcome = outcome.map_err(failed);
         self.sent_bytes.fetch_add(sent, Ordering::Relaxed);
         outcome
@@ -395,13 +433,14 @@ impl Client {
     /// and none inside another attempt, so the maximum of concurrent requests holds. A pausing thread holds no slot.
     pub(crate) fn retry<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         let mut attempts = 1;
-        let is_over = || self.options.deadline.is_some_and(|deadline| deadline <= Instant::now());
+        let Limits { deadline, attempts_max, .. } = self.limits();
+        let is_over = || deadline.is_some_and(|deadline| deadline <= Instant::now());
         loop {
             let slot = self.slots.enter(self.options.requests_max);
             let outcome = attempt();
             drop(slot);
             match outcome {
-                Err(error) if error.is_transient() && attempts < self.options.attempts_max && !is_over() => {
+                Err(error) if error.is_transient() && attempts < attempts_max && !is_over() => {
                     tracing::debug!("{error}: the request is retried");
                     thread::sleep(pause(attempts, error.retry_after()));
                     attempts += 1;
@@ -410,6 +449,14 @@ impl Client {
             }
         }
     }
+}
+
+/// Limits a request: how long the server may be silent, and how long all of it may take.
+fn limit<B: AsSendBody>(request: Configured<B>, patience: Duration, time: Duration) -> Configured<B> {
+    let (patience, time) = (Some(patience), Some(time));
+    let request = request.timeout_connect(patience).timeout_resolve(patience);
+    // A long body has a long time as a whole.
+    request.timeout_per_read(patience).timeout_per_write(patience).timeout_global(time)
 }
 
 /// Returns the authorities that this host trusts.

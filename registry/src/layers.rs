@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 use crate::container::{CONFIG_BYTES_MAX, Container, ContainerLayer};
 use crate::error::{Error, Result};
-use crate::files::{LIST_BYTES_MAX, list_beside, parent_dir, with_path};
+use crate::files::{LIST_BYTES_MAX, parent_dir, with_path};
 use crate::http::{Slot, Slots};
 use crate::manifest::{Blob, Sha256};
 use crate::remote::Remote;
@@ -167,12 +167,12 @@ fn list_first(layers: &[Layer], image: &Path) -> Result<()> {
         }
         trace.add(&path);
     }
-    if trace.is_empty() || list_beside(image).exists() {
+    if trace.is_empty() {
         return Ok(());
     }
     let mut text = Vec::new();
     with_path("list files of", image, trace.write(&mut text))?;
-    write_beside(image, &text)
+    write_beside(image, &text, false)
 }
 
 /// Creates a folder for an image that gets its name when it is the right one.

@@ -51,7 +51,7 @@ pub use credentials::parse_credentials;
 pub use error::{Error, Result};
 pub use files::{LIST_BYTES_MAX, list_beside};
 pub use hosts::{Host, parse_hosts};
-pub use http::{Client, Counts, Options};
+pub use http::{Client, Counts, Limits, Options, Slot, Slots};
 pub use lazily::{LazyImage, LazyLayer, LazyOptions, pull_lazily};
 pub use manifest::{PART_BYTES, Sha256};
 pub use packs::Packs;

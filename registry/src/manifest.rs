@@ -38,6 +38,12 @@ const PACKED_PART_TYPE: &str = "application/vnd.ferry.pack.part.v2+zstd";
 pub(crate) const DIGEST_KEY: &str = "ferry.digest";
 /// The digest of the tree, on a manifest that refers to a container image.
 pub(crate) const TREE_KEY: &str = "ferry.tree";
+/// The blobs that a mount needs first, on the same manifest: `DIGITS:BYTES,...`. Who has a list of referrers can ask for them together
+/// with the manifest, which proves them.
+pub(crate) const FIRST_KEY: &str = "ferry.first";
+/// The maximum number of them, and of the bytes of each.
+pub(crate) const FIRST_MAX: usize = 3;
+pub(crate) const FIRST_BYTES_MAX: u64 = 8 << 20;
 const PACK_KEY: &str = "ferry.pack";
 /// Of compressed parts ([`crate::frames`]).
 const BYTES_KEY: &str = "ferry.bytes";
@@ -274,6 +280,17 @@ impl Manifest {
         Ok(Self { digest, image, packs, subject })
     }
 
+    /// Returns the annotations of a converted image's manifest, which lists of referrers have, too; of others there are none.
+    pub(crate) fn annotations(&self, order: &[Digest]) -> BTreeMap<String, String> {
+        let Some(subject) = &self.subject else { return BTreeMap::new() };
+        let indexes = order.iter().filter_map(|pack| self.packs.get(pack)?.index);
+        let first = std::iter::once(self.image).chain(indexes).filter(|blob| blob.bytes <= FIRST_BYTES_MAX);
+        let first: Vec<_> = first.take(FIRST_MAX).map(|blob| format!("{}:{}", blob.sha256, blob.bytes)).collect();
+        [(DIGEST_KEY, self.digest.to_string()), (TREE_KEY, subject.tree.to_string()), (FIRST_KEY, first.join(","))]
+            .map(|(key, value)| (key.into(), value))
+            .into()
+    }
+
     /// Encodes the manifest, with packs in the order of the image.
     pub(crate) fn write(&self, order: &[Digest]) -> Vec<u8> {
         let mut layers = vec![Descriptor::new(METADATA_TYPE, self.image, Some((DIGEST_KEY, self.digest)))];
@@ -284,12 +301,9 @@ impl Manifest {
         }
         let empty = Blob { sha256: Sha256::of(EMPTY), bytes: EMPTY.len() as u64 };
         let subject = |subject: &Subject| Descriptor::new(&subject.media_type, subject.manifest, None);
-        let annotations = self.subject.iter().flat_map(|subject| {
-            [(DIGEST_KEY.into(), self.digest.to_string()), (TREE_KEY.into(), subject.tree.to_string())]
-        });
         let document = Document {
             subject: self.subject.as_ref().map(subject),
-            annotations: annotations.collect(),
+            annotations: self.annotations(order),
             schema_version: 2,
             media_type: Some(MANIFEST_TYPE.into()),
             artifact_type: Some(ARTIFACT_TYPE.into()),

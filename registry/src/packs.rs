@@ -73,8 +73,12 @@ impl Packs {
         self.known().map(drop)
     }
 
-    /// Connects to the server, and returns whether that takes so long that readers should not wait for each round trip.
+    /// Returns whether the server takes so long to answer that readers should not wait for each round trip; asks it if it has not yet
+    /// answered anything.
     pub fn is_far(&self) -> bool {
+        if let Some(latency) = self.remote.latency() {
+            return latency > NEAR;
+        }
         let blob = match self.known() {
             Ok(Known::Packs(packs)) => packs.values().find_map(|pack| pack.parts.first()).map(|part| part.blob),
             Ok(Known::Container(container)) => container.layers.first().map(|layer| layer.blob),

@@ -163,7 +163,7 @@ pub(crate) fn push_as(
     match kind {
         PushAs::Named => remote.put_manifest(&bytes)?,
         PushAs::Referrer(container) => {
-            let entry = referrers::entry(Sha256::of(&bytes), bytes.len() as u64, tree, opened.digest());
+            let entry = referrers::entry(Sha256::of(&bytes), bytes.len() as u64, &manifest.annotations(&names));
             remote.put_referrer(container.manifest, &bytes, &entry)?;
         }
     }

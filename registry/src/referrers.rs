@@ -3,23 +3,29 @@
 //!
 //! Specification: OCI Distribution Specification 1.1, "Listing Referrers", "Referrers Tag Schema".
 
+use std::collections::BTreeMap;
+
 use ferry_image::Digest;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::manifest::{ARTIFACT_TYPE, DIGEST_KEY, MANIFEST_TYPE, Sha256, TREE_KEY, excerpt};
+use crate::manifest::{
+    ARTIFACT_TYPE, Blob, DIGEST_KEY, FIRST_BYTES_MAX, FIRST_KEY, FIRST_MAX, MANIFEST_TYPE, Sha256, TREE_KEY, excerpt,
+};
 
 /// The media type of an index.
 pub(crate) const INDEX_TYPE: &str = "application/vnd.oci.image.index.v1+json";
 
 /// An image that was made of a container image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Converted {
     pub manifest: Sha256,
     /// The digest of its tree.
     pub tree: Option<Digest>,
     /// The digest of the image.
     pub image: Option<Digest>,
+    /// Blobs that a mount needs first, as far as the list says.
+    pub first: Vec<Blob>,
 }
 
 #[derive(Deserialize)]
@@ -38,10 +44,18 @@ pub(crate) fn tag(subject: Sha256) -> String {
 }
 
 /// Returns the entry of a manifest in a list.
-pub(crate) fn entry(manifest: Sha256, bytes: u64, tree: Digest, image: Digest) -> Value {
+pub(crate) fn entry(manifest: Sha256, bytes: u64, annotations: &BTreeMap<String, String>) -> Value {
     json!({"mediaType": MANIFEST_TYPE, "digest": format!("sha256:{manifest}"), "size": bytes,
-        "artifactType": ARTIFACT_TYPE,
-        "annotations": {DIGEST_KEY: image.to_string(), TREE_KEY: tree.to_string()}})
+        "artifactType": ARTIFACT_TYPE, "annotations": annotations})
+}
+
+/// Reads the blobs that a mount needs first. What is wrong is left out: they are found in the manifest, too.
+fn first_blobs(text: &str) -> Vec<Blob> {
+    let blob = |text: &str| {
+        let (digits, bytes) = text.split_once(':')?;
+        Some(Blob { sha256: Sha256::from_hex(digits)?, bytes: bytes.parse().ok()? })
+    };
+    text.split(',').filter_map(blob).filter(|blob| blob.bytes <= FIRST_BYTES_MAX).take(FIRST_MAX).collect()
 }
 
 /// Adds an entry to a list; `None` if it is there already.
@@ -67,9 +81,11 @@ pub(crate) fn parse(list: &[u8]) -> Result<Vec<Converted>, String> {
     let list: List = serde_json::from_slice(list).map_err(|error| excerpt(&error.to_string()))?;
     let is_ours = |entry: &&Entry| entry.artifact_type.as_deref() == Some(ARTIFACT_TYPE);
     let converted = |entry: &Entry| {
-        let digest = |key: &str| Digest::parse(entry.annotations.as_ref()?.get(key)?.as_bytes());
+        let annotation = |key: &str| entry.annotations.as_ref()?.get(key).map(String::as_str);
+        let digest = |key: &str| Digest::parse(annotation(key)?.as_bytes());
         let manifest = Sha256::from_hex(entry.digest.strip_prefix("sha256:")?)?;
-        Some(Converted { manifest, tree: digest(TREE_KEY), image: digest(DIGEST_KEY) })
+        let first = annotation(FIRST_KEY).map(first_blobs).unwrap_or_default();
+        Some(Converted { manifest, tree: digest(TREE_KEY), image: digest(DIGEST_KEY), first })
     };
     Ok(list.manifests.iter().filter(is_ours).filter_map(converted).collect())
 }
@@ -85,12 +101,24 @@ mod tests {
     fn lists_keep_what_others_have_added() {
         let digest = |algorithm, byte| Digest::new(algorithm, [byte; 32]);
         let (tree, image) = (digest(Algorithm::Tree, 1), digest(Algorithm::Blake3, 2));
-        let (one, two) = (entry(Sha256([3; 32]), 5, tree, image), entry(Sha256([4; 32]), 5, tree, image));
+        let blob = |byte, bytes| Blob { sha256: Sha256([byte; 32]), bytes };
+        let text = |blob: Blob| format!("{}:{}", blob.sha256, blob.bytes);
+        let first = ["x".into(), text(blob(7, 9)), text(blob(8, FIRST_BYTES_MAX + 1)), "00:1".into(), text(blob(8, 1))];
+        let first = [&first[..], &vec![text(blob(9, 2)); 9]].concat().join(",");
+        let annotations = [(DIGEST_KEY, image.to_string()), (TREE_KEY, tree.to_string()), (FIRST_KEY, first)];
+        let annotations = annotations.map(|(key, value)| (key.to_owned(), value)).into();
+        let (one, two) = (entry(Sha256([3; 32]), 5, &annotations), entry(Sha256([4; 32]), 5, &annotations));
         let signature = json!({"manifests": [{"digest": "sha256:00", "artifactType": "x", "other": 1}], "more": true});
         let list = add(Some(signature.to_string().as_bytes()), &one).unwrap().unwrap();
         let list = add(Some(&list), &two).unwrap().unwrap();
         assert_eq!(add(Some(&list), &one).unwrap(), None);
-        let converted = |byte| Converted { manifest: Sha256([byte; 32]), tree: Some(tree), image: Some(image) };
+        let first = vec![blob(7, 9), blob(8, 1), blob(9, 2)];
+        let converted = |byte| Converted {
+            manifest: Sha256([byte; 32]),
+            tree: Some(tree),
+            image: Some(image),
+            first: first.clone(),
+        };
         assert_eq!(parse(&list).unwrap(), [converted(3), converted(4)]);
         let found: Value = serde_json::from_slice(&list).unwrap();
         assert_eq!((&found["manifests"][0]["other"], &found["more"]), (&json!(1), &json!(true)));

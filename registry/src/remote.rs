@@ -12,8 +12,8 @@ use sha2::Digest as _;
 use crate::container::{self, Container};
 use crate::error::{Error, Result};
 use crate::hosts::{self, Host};
-use crate::http::{Client, Counts, Options, Response, Upload};
-use crate::manifest::{ARTIFACT_TYPE, Blob, MANIFEST_TYPE, Manifest, Sha256, is_container};
+use crate::http::{Client, Counts, Limits, Options, Response, Upload};
+use crate::manifest::{ARTIFACT_TYPE, Blob, FIRST_BYTES_MAX, MANIFEST_TYPE, Manifest, Sha256, is_container};
 use crate::oci::Oci;
 use crate::reference::{Location, Reference, Version};
 use crate::referrers::{self, Converted};
@@ -52,6 +52,12 @@ pub struct Remote {
     mirrors: Vec<Mirror>,
     /// Manifests by their digests.
     known: Mutex<HashMap<Sha256, Vec<u8>>>,
+    /// Blobs that were fetched before somebody asked for them, until then.
+    ahead: Mutex<HashMap<Sha256, Vec<u8>>>,
+}
+
+fn of_mirror(limits: Limits) -> Limits {
+    Limits { attempts_max: limits.attempts_max.min(MIRROR_ATTEMPTS), ..limits }
 }
 
 /// A server that has images of a registry, by a `hosts.toml`.
@@ -68,8 +74,7 @@ struct Mirror {
 impl Mirror {
     /// `registry`: the one of which it is a mirror, if it is not that itself.
     fn new(host: Host, registry: Option<String>, name: &str, options: &Options) -> Result<Self> {
-        let attempts_max = options.attempts_max.min(MIRROR_ATTEMPTS);
-        let client = Client::for_host(&host, Options { attempts_max, ..options.clone() })?;
+        let client = Client::for_host(&host, Options { limits: of_mirror(options.limits), ..options.clone() })?;
         let (pulls, resolves) = (host.pulls, host.resolves);
         let oci = Oci::new(host, name, registry, options.credentials.as_deref())?;
         Ok(Self { client, oci, pulls, resolves, failed: Mutex::default() })
@@ -135,7 +140,8 @@ impl Remote {
             }
             Location::S3 { bucket, prefix } => Server::S3(S3::new(bucket, prefix)?),
         };
-        Ok(Self { client, reference: reference.clone(), server, mirrors, known: Mutex::new(known) })
+        let (known, ahead) = (Mutex::new(known), Mutex::default());
+        Ok(Self { client, reference: reference.clone(), server, mirrors, known, ahead })
     }
 
     /// Returns the counters of requests.
@@ -148,6 +154,18 @@ impl Remote {
                 sent_bytes: sum.sent_bytes + sent_bytes,
             }
         })
+    }
+
+    /// Changes the limits of later requests.
+    pub fn set_limits(&self, limits: Limits) {
+        self.client.set_limits(limits);
+        self.mirrors.iter().for_each(|mirror| mirror.client.set_limits(of_mirror(limits)));
+    }
+
+    /// Returns the shortest time that a response took to begin, of the server that is asked for data first; `None`: it was not yet asked.
+    pub(crate) fn latency(&self) -> Option<Duration> {
+        let mirror = self.mirrors.iter().find(|mirror| mirror.pulls && mirror.is_usable());
+        mirror.map_or(&self.client, |mirror| &mirror.client).latency()
     }
 
     /// Asks the mirrors one after another.
@@ -318,9 +336,14 @@ impl Remote {
         Ok(self.fetch_manifest(&Version::Digest(digest))?.0)
     }
 
-    /// Returns a converted image as an image of its own.
+    /// Returns a converted image as an image of its own. What its mount needs first is fetched at the same time.
     pub(crate) fn converted_image(&self, found: &Converted) -> Result<(Manifest, Sha256)> {
-        let (bytes, name) = self.fetch_manifest(&Version::Digest(found.manifest))?;
+        let (bytes, name) = thread::scope(|scope| {
+            for blob in &found.first {
+                scope.spawn(|| self.fetch_ahead(*blob));
+            }
+            self.fetch_manifest(&Version::Digest(found.manifest))
+        })?;
         let invalid = |reason| Error::Manifest { name: self.reference.to_string(), reason };
         Ok((Manifest::read(&bytes).map_err(invalid)?, name))
     }
@@ -409,8 +432,20 @@ impl Remote {
         Ok(bytes)
     }
 
+    /// Fetches a blob that somebody will ask for soon. What fails is tried again then.
+    fn fetch_ahead(&self, blob: Blob) {
+        match self.read_all(blob, FIRST_BYTES_MAX) {
+            Ok(bytes) => drop(self.ahead.lock().unwrap_or_else(PoisonError::into_inner).insert(blob.sha256, bytes)),
+            Err(error) => tracing::debug!("{error}: a blob is not fetched ahead"),
+        }
+    }
+
     /// Passes a whole blob to `sink`, each piece with its offset, and verifies it by its digest. What a mirror sent damaged comes again.
     pub(crate) fn read_verified(&self, blob: Blob, sink: &mut dyn FnMut(u64, &[u8]) -> io::Result<()>) -> Result<()> {
+        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).remove(&blob.sha256);
+        if let Some(bytes) = ahead.filter(|bytes| bytes.len() as u64 == blob.bytes) {
+            return sink(0, &bytes).map_err(Error::Sink);
+        }
         for _ in 0..=self.mirrors.len() {
             let (mut hasher, mut at) = (sha2::Sha256::new(), 0);
             let is_right = |hasher: &sha2::Sha256| Sha256(hasher.clone().finalize().into()) == blob.sha256;

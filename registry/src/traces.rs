@@ -1,7 +1,7 @@
 //! Lists of the files that the start of a container image needs, stored beside it as referrers. Nothing proves them, and nothing needs to:
 //! they decide the order of requests.
 
-use std::io::{Cursor, Write};
+use std::io::{Cursor, ErrorKind, Write};
 use std::path::Path;
 use std::time::SystemTime;
 
@@ -114,14 +114,21 @@ pub fn pull_trace(remote: &Remote, container: &Reference, image: &Path) -> Resul
     }
     let layer = manifest.layers.first().and_then(|layer| Some(Blob { sha256: layer.sha256()?, bytes: layer.size }));
     let text = remote.read_all(layer.ok_or_else(|| invalid("it is not a trace list".into()))?, LIST_BYTES_MAX)?;
-    write_beside(image, &text)?;
+    write_beside(image, &text, true)?;
     Ok(true)
 }
 
-/// Writes the list of an image.
-pub(crate) fn write_beside(image: &Path, text: &[u8]) -> Result<()> {
+/// Writes the list of an image. One that is there is replaced, or stays.
+pub(crate) fn write_beside(image: &Path, text: &[u8], replaces: bool) -> Result<()> {
     let list = list_beside(image);
     let mut new = with_path("create a file beside", image, tempfile::NamedTempFile::new_in(parent_dir(image)))?;
     with_path("write to", &list, new.write_all(text))?;
-    with_path("create", &list, new.persist(&list).map(drop).map_err(|error| error.error))
+    let created = match replaces {
+        true => new.persist(&list).map_err(|error| error.error),
+        false => match new.persist_noclobber(&list).map_err(|error| error.error) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(()),
+            created => created,
+        },
+    };
+    with_path("create", &list, created.map(drop))
 }

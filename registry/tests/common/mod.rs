@@ -14,8 +14,11 @@ use std::thread;
 use std::time::Duration;
 
 use ferry_image::{Algorithm, BuildOptions, BuildReport, Digest, Layout, Store, build};
-use ferry_registry::{Client, Options, PullOptions, PullOutcome, Remote, Result, pull, push};
+use ferry_registry::{Client, Limits, Options, PullOptions, PullOutcome, Remote, Result, pull, push};
 use sha2::Digest as _;
+
+/// No request is tried again.
+pub const ONCE: Limits = Limits { patience: Duration::from_secs(30), deadline: None, attempts_max: 1 };
 
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -184,7 +187,8 @@ impl Fake {
     pub fn remote_as(&self, version: &str, patience: Duration) -> Arc<Remote> {
         let at = if version.starts_with("sha256:") { '@' } else { ':' };
         let reference = format!("oci:{}/a/b{at}{version}", self.address).parse().unwrap();
-        Arc::new(Remote::open(&reference, Client::new(Options { patience, ..Options::default() })).unwrap())
+        let limits = Limits { patience, ..Limits::default() };
+        Arc::new(Remote::open(&reference, Client::new(Options { limits, ..Options::default() })).unwrap())
     }
 
     /// Returns a remote with this limit of concurrent requests.

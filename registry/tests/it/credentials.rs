@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 use certificates::Certificates;
-use common::{Fake, Place, Reply, Request};
+use common::{Fake, ONCE, Place, Reply, Request};
 use ferry_image::Store;
 use ferry_registry::{Client, Options, PullOptions, Remote, Result, pull, push};
 use rustls::pki_types::pem::PemObject as _;
@@ -450,7 +450,7 @@ fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_sho
                 _ => Reply::of(401, "").with("www-authenticate", challenge),
             }
         });
-        let options = Options { credentials: Some(folder.clone()), attempts_max: 1, ..Options::default() };
+        let options = Options { credentials: Some(folder.clone()), limits: ONCE, ..Options::default() };
         let remote = Remote::open(&format!("oci:{address}/a/b:1").parse().unwrap(), Client::new(options)).unwrap();
         let remote = Arc::new(remote);
         let what = format!("{status}, tokens {bearer}");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::{Disk, Fake, Place, Reply, Way};
 use ferry_image::{Algorithm, Image, Layout, Objects, Store, file_objects};
-use ferry_registry::{Client, Options, PullOptions, Remote};
+use ferry_registry::{Client, Limits, Options, PullOptions, Remote};
 use serde_json::json;
 
 /// The timeout for a silent server.
@@ -476,7 +476,8 @@ fn a_deadline_ends_what_is_under_way() {
     let place = Place::new();
     place.fake.fault(|_, reply| Reply { way: Way::Silence, ..reply });
     let reference = format!("oci:{}/a/b:1", place.fake.address).parse().unwrap();
-    let options = Options { deadline: Some(Instant::now() + SHORT), ..Options::default() };
+    let limits = Limits { deadline: Some(Instant::now() + SHORT), ..Limits::default() };
+    let options = Options { limits, ..Options::default() };
     let remote = Arc::new(Remote::open(&reference, Client::new(options)).unwrap());
     let begin = Instant::now();
     place.pull(&remote, "copy").unwrap_err();

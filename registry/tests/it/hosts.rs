@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{Fake, Place, Reply, Request};
+use common::{Fake, ONCE, Place, Reply, Request};
 use ferry_registry::{Client, Error, Options, PullOptions, Remote, parse_hosts, pull};
 use proptest::prelude::*;
 
@@ -16,7 +16,7 @@ use proptest::prelude::*;
 const REGISTRY: &str = "registry.invalid";
 
 fn remote(folder: &Path) -> Result<Arc<Remote>, Error> {
-    let options = Options { hosts: vec![folder.into()], attempts_max: 1, ..Options::default() };
+    let options = Options { hosts: vec![folder.into()], limits: ONCE, ..Options::default() };
     Ok(Arc::new(Remote::open(&format!("oci:{REGISTRY}/a/b:1").parse().unwrap(), Client::new(options))?))
 }
 
@@ -136,7 +136,7 @@ fn what_a_mirror_breaks_the_registry_mends() {
     let manifest = place.fake.tag("1", &name);
     mirror.fault(|request, _| Reply::of(200, if request.is_manifest() { "{}" } else { "" }));
     describe(&hosts, &format!("server = \"http://{}\"\n[host.\"http://{}\"]", place.fake.address, mirror.address));
-    let options = Options { hosts: vec![hosts.clone()], attempts_max: 1, ..Options::default() };
+    let options = Options { hosts: vec![hosts.clone()], limits: ONCE, ..Options::default() };
     let reference = format!("oci:{REGISTRY}/a/b@sha256:{manifest}").parse().unwrap();
     let asking = Arc::new(Remote::open(&reference, Client::new(options)).unwrap());
     pull_to(&place, "by-digest", &asking).unwrap();

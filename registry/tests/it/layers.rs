@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Fake, Reply, Request, Way, sha256};
+use common::{Fake, ONCE, Reply, Request, Way, sha256};
 use ferry_image::{Digest, FetchOptions, Image, Objects, Source, Store};
 use ferry_registry::{
     Client, Error, LIST_BYTES_MAX, LazyOptions, Options, PullOptions, PullOutcome, Reference, Remote, convert,
@@ -462,7 +462,7 @@ fn lists_of_referrers_are_the_registrys_own() {
     let text = format!("server = \"http://{}\"\n[host.\"http://{}\"]\n", place.fake.address, mirror.address);
     fs::write(hosts.join("registry.invalid/hosts.toml"), text).unwrap();
     let remote = || {
-        let options = Options { hosts: vec![hosts.clone()], attempts_max: 1, ..Options::default() };
+        let options = Options { hosts: vec![hosts.clone()], limits: ONCE, ..Options::default() };
         Arc::new(Remote::open(&"oci:registry.invalid/a/b:1".parse().unwrap(), Client::new(options)).unwrap())
     };
     let tag = format!("sha256-{}", sha256(place.fake.tagged("1").unwrap().to_string().as_bytes()));
@@ -476,10 +476,10 @@ fn lists_of_referrers_are_the_registrys_own() {
     let kept = place.fake.tagged(&tag).unwrap();
     assert_eq!(kept["manifests"][0], signature, "the list of the registry is added to");
     assert_eq!(kept["manifests"][1]["digest"], format!("sha256:{}", converted.manifest));
-    let lazily = LazyOptions { layers: None, trusts_converted: true };
+    let lazily = LazyOptions { trusts_converted: true, ..LazyOptions::default() };
     drop(Store::create(&place.at("store")).unwrap());
-    let image = pull_lazily(&remote(), &place.at("image"), &place.at("store"), lazily).unwrap();
-    assert!(image.from.to_string().ends_with(&format!("@sha256:{}", converted.manifest)), "{}", image.from);
+    let (image, _) = pull_lazily(&remote(), &place.at("image"), &place.at("store"), lazily).unwrap();
+    assert!(image.from.ends_with(&format!("@sha256:{}", converted.manifest)), "{}", image.from);
     let asked = mirror.requests();
     assert!(!asked.is_empty(), "it is a mirror");
     assert!(!asked.iter().any(|request| request.path.contains("/referrers/") || request.path.ends_with(&tag)));
@@ -567,7 +567,8 @@ fn as_many_layers_as_have_tables_are_read_before_they_are_here() {
     let place = Place::new(all);
     let get = |name: &str, options: LazyOptions| {
         drop(Store::create(&place.at(name)).unwrap());
-        pull_lazily(&place.fake.remote(), &place.at(&format!("{name}.img")), &place.at(name), options)
+        let image = place.at(&format!("{name}.img"));
+        pull_lazily(&place.fake.remote(), &image, &place.at(name), options).map(|(image, _)| image)
     };
     let names = |name: &str| {
         let image = Image::open(&place.at(&format!("{name}.img")), None).unwrap();
@@ -582,8 +583,8 @@ fn as_many_layers_as_have_tables_are_read_before_they_are_here() {
     assert_eq!(image.layers[1].table.as_ref(), place.layers[1].annotations.values().next());
     assert_eq!(names("two"), [true, false, true, false]);
     let manifest = sha256(place.fake.tagged("1").unwrap().to_string().as_bytes());
-    assert!(image.from.to_string().ends_with(&format!("/a/b@sha256:{manifest}")), "{}", image.from);
-    let only = |layers| LazyOptions { layers: Some(layers), trusts_converted: true };
+    assert!(image.from.ends_with(&format!("/a/b@sha256:{manifest}")), "{}", image.from);
+    let only = |layers| LazyOptions { layers: Some(layers), trusts_converted: true, trusts_trace: false };
     let layer = is_layer(&place);
     assert_eq!(get("one", only(1)).unwrap().covers, 1);
     assert_eq!(names("one"), [true, true, false, false]);
@@ -603,10 +604,36 @@ fn as_many_layers_as_have_tables_are_read_before_they_are_here() {
     // The converted image has all layers; nobody takes it who does not trust it.
     let _held = Store::create(&place.at("own")).unwrap();
     convert(&place.fake.remote(), &place.at("own.img"), &place.at("own"), 2, &|_, _| {}).unwrap();
-    let image = get("converted", LazyOptions { layers: None, trusts_converted: true }).unwrap();
-    assert_eq!(image.covers, 3);
+    let trusting = LazyOptions { layers: None, trusts_converted: true, trusts_trace: true };
+    let manifest = image.container.rsplit_once(':').unwrap().1.to_owned();
+    let tag = format!("sha256-{manifest}");
+    let right = place.fake.tagged(&tag).unwrap();
+    let first = right["manifests"][0]["annotations"]["ferry.first"].as_str().unwrap().to_owned();
+    for (name, first) in [("converted", first.clone()), ("wrong", format!("{}:1,x", "0".repeat(64)))] {
+        let mut list = right.clone();
+        list["manifests"][0]["annotations"]["ferry.first"] = json!(first);
+        place.fake.tag(&tag, &list);
+        place.fake.requests();
+        let image = get(name, trusting).unwrap();
+        assert_eq!((image.covers, image.layers.len()), (3, 3), "{name}");
+        // What is fetched together with the manifest is not fetched again.
+        let asked: Vec<_> = place.fake.requests().into_iter().map(|request| request.path).collect();
+        let blobs = asked.iter().filter(|path| path.contains("/blobs/") && !path.contains(&"0".repeat(64)));
+        let mut blobs: Vec<_> = blobs.collect();
+        let all = blobs.len();
+        blobs.sort_unstable();
+        blobs.dedup();
+        assert!(all == blobs.len() && all >= 2, "{name}: {asked:?}");
+    }
+    place.fake.tag(&tag, &right);
+    push_trace(&place.fake.remote(), None, b"/top\n").unwrap();
+    let image = get("traced", trusting).unwrap();
+    assert_eq!(fs::read(list_beside(&place.at("traced.img"))).unwrap(), b"/top\n");
+    assert!(!list_beside(&place.at("converted.img")).exists());
     assert_ne!(image.from, image.container);
-    assert_eq!(names("converted"), [true, false, true, true]);
+    for name in ["converted", "wrong", "traced"] {
+        assert_eq!(names(name), [true, false, true, true], "{name}");
+    }
     assert_eq!(get("again", LazyOptions::default()).unwrap().covers, 2);
 }
 
@@ -617,11 +644,14 @@ fn lower_layers_without_tables_are_pulled_alone() {
     all.iter_mut().for_each(|layer| layer.annotations.clear());
     let place = Place::new(all);
     drop(Store::create(&place.at("store")).unwrap());
-    let get = |options| pull_lazily(&place.fake.remote(), &place.at("image"), &place.at("store"), options);
+    let get = |options| {
+        let pulled = pull_lazily(&place.fake.remote(), &place.at("image"), &place.at("store"), options);
+        pulled.map(|(image, _)| image)
+    };
     let error = get(LazyOptions::default()).unwrap_err().to_string();
     assert!(error.contains("layer 1 of 2: it has no table of contents that its manifest proves"), "{error}");
     place.fake.requests();
-    assert_eq!(get(LazyOptions { layers: Some(1), trusts_converted: false }).unwrap().covers, 1);
+    assert_eq!(get(LazyOptions { layers: Some(1), ..LazyOptions::default() }).unwrap().covers, 1);
     let upper = sha256(&place.layers[1].blob);
     assert!(!place.fake.requests().iter().any(|request| request.path.ends_with(&upper)));
     let image = Image::open(&place.at("image"), None).unwrap();
