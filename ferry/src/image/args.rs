@@ -9,14 +9,14 @@ use ferry_image::{Algorithm, Digest, Image};
 use crate::flags::{ImageDigest, JOBS_MAX};
 use crate::size::Size;
 
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct StoreArg {
     /// The folder with the data of the files.
     #[arg(long, value_name = "DIR")]
     pub store: PathBuf,
 }
 
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct ImageArg {
     /// The image.
     #[arg(value_name = "IMAGE")]
@@ -62,7 +62,7 @@ impl ImageArg {
     }
 }
 
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct LazyArgs {
     /// Mount at once, and fetch data that the store lacks from oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG when it is read, and the
     /// rest in the background (Linux 6.14 or later; the store on ext4, XFS or btrfs). An image of the composefs layout is mounted
@@ -85,6 +85,9 @@ pub struct LazyArgs {
     /// Run as the background process.
     #[arg(long, hide = true, requires = "from")]
     pub detached: bool,
+    /// Run for ferry-snapshotter: pull the image as these options say, in JSON, report it, and mount when a line says so.
+    #[arg(long, hide = true, requires = "foreground", value_name = "OPTIONS")]
+    pub pull: Option<String>,
 }
 
 impl LazyArgs {

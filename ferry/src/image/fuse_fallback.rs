@@ -12,6 +12,7 @@ use ferry_image::{Image, Objects};
 
 use super::lazy;
 use super::mount::{self, MountArgs};
+use super::registry::ImageObjects;
 use super::watch::KernelMountError;
 use crate::recipes::shell_word;
 
@@ -21,20 +22,27 @@ pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString], logging: 
     if !args.dir.is_dir() {
         bail!("{} is not a directory: create it first", args.dir.display());
     }
-    match by_kernel(args, line, logging) {
+    let (args, pulled) = match &args.lazily.pull {
+        None => (args.clone(), None),
+        Some(options) => match lazy::pull(args, options)? {
+            Some((args, objects)) => (args, Some(objects)),
+            None => return Ok(0),
+        },
+    };
+    match by_kernel(&args, pulled, line, logging) {
         Err(error) => match error.downcast_ref() {
-            Some(why) => fall_back(args, common, why),
+            Some(why) => fall_back(&args, common, why),
             None => Err(error),
         },
         done => done,
     }
 }
 
-fn by_kernel(args: &MountArgs, line: &[OsString], logging: &Logging) -> Result<u8> {
+fn by_kernel(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], logging: &Logging) -> Result<u8> {
     // Checked first: all else depends on it.
     drop(mount::context("erofs")?);
     if args.lazily.from.is_some() {
-        return lazy::mount(args, line, logging);
+        return lazy::mount(args, pulled, line, logging);
     }
     let (image, file) = Image::open_with_file(&args.image.image, args.image.digest())?;
     // All packs exist and have the right length.

@@ -19,10 +19,11 @@ use signal_hook::iterator::Signals;
 
 use super::args::LazyArgs;
 use super::mount::{MountArgs, attach};
-use super::registry::{self, Background, Origin};
+use super::registry::{self, Background, ImageObjects, Origin};
 use super::watch::{KernelMountError, Watch, wait_for_unmount};
 use crate::background::{self, Terminal};
 use crate::control;
+use crate::flags::ImageDigest;
 use crate::guardian::{Guardian, GuardianTask};
 use crate::size::Size;
 
@@ -33,6 +34,22 @@ const THREADS_MIN: usize = 4;
 fn origin(LazyArgs { from, jobs, fetch_ahead, plain_http, .. }: &LazyArgs) -> Option<Origin> {
     Some(Origin::new(from.clone()?, *jobs, None, fetch_ahead.map(|Size(bytes)| bytes), *plain_http))
 }
+
+/// Pulls an image for ferry-snapshotter, and returns the flags that mount it when that is wanted.
+pub fn pull(args: &MountArgs, options: &str) -> Result<Option<(MountArgs, ImageObjects)>> {
+    let origin = origin(&args.lazily).context("--from is missing")?;
+    let pulled = registry::pull_and_report(&args.image.image, &args.store.store, options, &origin)?;
+    let Some((objects, from)) = pulled else { return Ok(None) };
+    let mut args = args.clone();
+    // Their folder has its lasting name now.
+    for path in [&mut args.image.image, &mut args.dir] {
+        *path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
+    }
+    args.image.digest = Some(ImageDigest(objects.0.digest()));
+    (args.lazily.from, args.lazily.pull) = (Some(from), None);
+    Ok(Some((args, objects)))
+}
+
 enum EndReason {
     /// All data is here and verified.
     Complete,
@@ -40,8 +57,8 @@ enum EndReason {
     Signal(i32),
 }
 
-/// Mounts, and serves missing data until the image is complete.
-pub fn mount(args: &MountArgs, line: &[OsString], logging: &Logging) -> Result<u8> {
+/// Mounts, and serves missing data until the image is complete. `pulled`: the image, if it was opened before.
+pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], logging: &Logging) -> Result<u8> {
     let lazily = &args.lazily;
     if !lazily.foreground && !lazily.detached {
         let mut words = line.to_vec();
@@ -52,8 +69,10 @@ pub fn mount(args: &MountArgs, line: &[OsString], logging: &Logging) -> Result<u
     }
     let terminal = lazily.detached.then(Terminal::new).transpose()?;
     let origin = origin(lazily).context("--from is missing")?;
-    let digest = args.image.digest();
-    let (image, mut objects, background) = registry::objects(&args.image.image, &args.store.store, digest, &origin)?;
+    let (image, mut objects, background) = match pulled {
+        Some(objects) => objects,
+        None => registry::objects(&args.image.image, &args.store.store, args.image.digest(), &origin)?,
+    };
     if image.is_composefs() {
         // overlayfs needs a file for each object, which exists when the object is complete.
         let jobs = usize::from(origin.jobs.max(1));

@@ -26,7 +26,7 @@ use super::verity::{self, Packs, VerityPolicy};
 use super::watch::KernelMountError;
 use crate::paths::descriptor_path;
 
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct MountArgs {
     #[command(flatten)]
     pub(super) image: ImageArg,
@@ -68,10 +68,11 @@ pub(super) enum Word {
 }
 
 impl MountArgs {
-    /// Makes its paths absolute, relative to `folder`.
+    /// Makes its paths absolute, relative to `folder`; not those of an image that is yet to be pulled, whose folder is renamed then.
     pub fn resolve_paths(&mut self, folder: &Path) {
-        let Self { image: ImageArg { image, .. }, dir, store: StoreArg { store }, upper, work, .. } = self;
-        for path in [image, dir, store].into_iter().chain(upper).chain(work) {
+        let Self { image: ImageArg { image, .. }, dir, store: StoreArg { store }, upper, work, lazily, .. } = self;
+        let own = [image, dir].into_iter().filter(|_| lazily.pull.is_none());
+        for path in own.chain([store]).chain(upper).chain(work) {
             *path = folder.join(&*path);
         }
     }

@@ -144,29 +144,34 @@ unavailable! {
     push_trace(&str, Option<&str>, &Path) -> ();
     open(&Path, &Path, Option<Digest>, &Origin) -> Source;
     open_layers(&Path, LayerOptions) -> std::sync::Arc<dyn ferry_vfs::FileSystem>;
-    objects(&Path, &Path, Option<Digest>, &Origin) -> (ferry_image::Image, ferry_image::Objects, Option<Background>);
+    objects(&Path, &Path, Option<Digest>, &Origin) -> ImageObjects;
+    pull_and_report(&Path, &Path, &str, &Origin) -> Option<(ImageObjects, String)>;
     restore(&Path, &Path, Option<Digest>, &Origin) -> ferry_image::RepairCounts;
 }
+
+/// An image, its data, and what fetches the rest of them.
+pub type ImageObjects = (ferry_image::Image, ferry_image::Objects, Option<Background>);
 
 /// Fetches all remaining data, however long that takes; returns whether it is complete and synced.
 pub type Background = Box<dyn FnOnce(&ferry_image::Objects) -> bool + Send>;
 
 #[cfg(feature = "registry")]
-pub use with::{convert, objects, open, open_layers, pull, push, push_trace, restore};
+pub use with::{convert, objects, open, open_layers, pull, pull_and_report, push, push_trace, restore};
 
 #[cfg(feature = "registry")]
 mod with {
-    use std::io::Read as _;
+    use std::io::{BufRead as _, Read as _};
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
+    use std::sync::mpsc::{Receiver, sync_channel};
     use std::thread;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     use anyhow::{Context, bail};
     use ferry_image::{FetchOptions, FirstFiles, Image, Objects, RepairCounts, Store, Trace, repair_packs, told};
     use ferry_registry::{
-        Client, ConvertOutcome, Counts, LIST_BYTES_MAX, Options, Packs, PullOptions, PullOutcome, PushOutcome, Remote,
-        list_beside,
+        Client, ConvertOutcome, Counts, LIST_BYTES_MAX, LazyImage, LazyOptions, Limits, Options, Packs, PullOptions,
+        PullOutcome, PushOutcome, Remote, list_beside, pull_lazily,
     };
     use serde_json::json;
 
@@ -182,12 +187,23 @@ mod with {
     const MANIFEST_BYTES_MAX: u64 = 4 << 20;
     /// How often the background looks whether it should begin.
     const TICK: Duration = Duration::from_millis(20);
+    /// The maximum length of a line on standard input in bytes.
+    const LINE_BYTES_MAX: u64 = 64;
     /// The maximum number of bytes of a file's name in the log.
     const NAME_BYTES_MAX: usize = 200;
+    /// While containerd waits for an image: how long its registry may be silent, how often it is asked, and how long all may take.
+    /// Then the image starts as others do.
+    const PATIENCE: Duration = Duration::from_secs(10);
+    const ATTEMPTS: u32 = 2;
+    const PULL_TIME: Duration = Duration::from_secs(300);
     /// The pause after a failed background fetch.
     const BACKGROUND_PAUSE: Duration = Duration::from_secs(30);
 
     fn remote(reference: &str, plain_http: bool, jobs: u16) -> Result<Arc<Remote>> {
+        remote_with(reference, plain_http, jobs, Limits::default())
+    }
+
+    fn remote_with(reference: &str, plain_http: bool, jobs: u16, limits: Limits) -> Result<Arc<Remote>> {
         // The background never takes all requests: readers wait only for other readers.
         let requests_max = usize::from(jobs) + READERS;
         let hosts = std::env::var_os(HOSTS).unwrap_or_default();
@@ -195,7 +211,7 @@ mod with {
         // Another one than the reference names is of no use, and one that cannot be read is fetched.
         let manifest =
             std::env::var_os(MANIFEST).and_then(|path| read_at_most(Path::new(&path), MANIFEST_BYTES_MAX).ok());
-        let client = Client::new(Options { plain_http, requests_max, hosts, manifest, ..Options::default() });
+        let client = Client::new(Options { plain_http, requests_max, hosts, manifest, limits, ..Options::default() });
         Ok(Arc::new(Remote::open(&reference.parse()?, client)?))
     }
 
@@ -315,13 +331,57 @@ mod with {
     }
 
     /// The same, for direct access to the packs.
-    pub fn objects(
+    pub fn objects(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<ImageObjects> {
+        open_objects(path, digest, prepare(path, store, digest, from)?)
+    }
+
+    /// The same for ferry-snapshotter, which learns what the image is while containerd waits: pulls the metadata of a container image,
+    /// writes to standard output what that is, or why it is not, and returns the image and where its data come from when a line on
+    /// standard input says that it is to be mounted. What fetches the rest has connections and tokens then. `None`: it is not to be
+    /// mounted.
+    pub fn pull_and_report(
         path: &Path,
         store: &Path,
-        digest: Option<Digest>,
+        options: &str,
         from: &Origin,
-    ) -> Result<(Image, Objects, Option<Background>)> {
-        let Prepared { store, packs, missing, background } = prepare(path, store, digest, from)?;
+    ) -> Result<Option<(ImageObjects, String)>> {
+        let options: LazyOptions = serde_json::from_str(options).context("--pull: it is no option of a pull")?;
+        let deadline = Some(Instant::now() + PULL_TIME);
+        let limits = Limits { patience: PATIENCE, attempts_max: ATTEMPTS, deadline };
+        let pull = || -> Result<(Arc<Remote>, LazyImage, Arc<Packs>)> {
+            let remote = remote_with(&from.reference, from.plain_http, from.jobs, limits)?;
+            let (image, packs) = pull_lazily(&remote, path, store, options)?;
+            Ok((remote, image, packs))
+        };
+        let go = wait_for_line()?;
+        let pulled = pull();
+        let report = pulled.as_ref().map(|(_, image, _)| image).map_err(|error| format!("{error:#}"));
+        print(format!("{}\n", serde_json::to_string(&report)?))?;
+        let Ok((remote, image, packs)) = pulled else { return Ok(None) };
+        if go.recv().is_err() {
+            return Ok(None);
+        }
+        remote.set_limits(Limits::default());
+        // Its folder has its lasting name now.
+        let path = &path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
+        let digest = Digest::parse(image.digest.as_bytes());
+        let objects = open_objects(path, digest, prepare_with(&remote, packs, store, from)?)?;
+        Ok(Some((objects, image.from)))
+    }
+
+    /// Waits for a line on standard input, in the background. If it ends before, so does this process, also in the middle of a pull.
+    fn wait_for_line() -> Result<Receiver<()>> {
+        let (sender, line) = sync_channel(1);
+        let wait = move || match std::io::stdin().lock().take(LINE_BYTES_MAX).read_line(&mut String::new()) {
+            Ok(1..) => drop(sender.send(())),
+            Ok(0) | Err(_) => std::process::exit(0),
+        };
+        thread::Builder::new().name("image-stdin".into()).spawn(wait).context("cannot start a thread")?;
+        Ok(line)
+    }
+
+    fn open_objects(path: &Path, digest: Option<Digest>, prepared: Prepared) -> Result<ImageObjects> {
+        let Prepared { store, packs, missing, background } = prepared;
         let image = Image::open(path, digest)?;
         let objects = Objects::open_with(&image, &store, Some(missing))?;
         reach(&objects, &packs)?;
@@ -390,13 +450,17 @@ mod with {
     fn prepare(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Prepared> {
         let remote = remote(&from.reference, from.plain_http, from.jobs)?;
         drop(Store::create(store)?);
+        let packs = ferry_registry::pull_metadata(&remote, path, store, digest)?;
+        prepare_with(&remote, packs, store, from)
+    }
+
+    fn prepare_with(remote: &Arc<Remote>, packs: Arc<Packs>, store: &Path, from: &Origin) -> Result<Prepared> {
         // Background servers change directory.
         let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;
-        let packs = ferry_registry::pull_metadata(&remote, path, &store, digest)?;
         let (ahead_bytes, cache_bytes) = (from.ahead_bytes, from.cache_bytes);
         let missing = FetchOptions { from: Arc::<Packs>::clone(&packs), ahead_bytes, cache_bytes };
         let jobs = usize::from(from.jobs);
-        let from = Arc::clone(&packs);
+        let (remote, from) = (Arc::clone(remote), Arc::clone(&packs));
         let background: Background = Box::new(move |objects| in_background(objects, jobs, &remote, &from));
         Ok(Prepared { store, packs, missing, background: Some(background).filter(|_| jobs > 0) })
     }

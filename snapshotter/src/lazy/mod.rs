@@ -24,14 +24,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferry_image::{Digest, Image, Objects, told};
-use ferry_registry::{
-    Client, LazyImage, LazyOptions, Options, Reference, Remote, list_beside, pull_lazily, pull_trace,
-};
+use ferry_registry::{LazyImage, LazyOptions, Slots, list_beside};
 use ferry_vfs::sync::{lock, read};
 use serde::{Deserialize, Serialize};
 
 pub use self::labels::{Request, TARGET, includes};
-use self::process::{Job, Mounted};
+use self::process::{Job, Mounted, Puller};
 use crate::config::LazyConfig;
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
@@ -42,11 +40,6 @@ use crate::metadata::{RemoteLayers, Usage};
 
 /// How long the first call for an image may wait for its registry; the image then starts as others do.
 const START_TIME: Duration = Duration::from_secs(30);
-/// How long a registry may be silent, and how often it is asked, before an image starts as others do.
-const PATIENCE: Duration = Duration::from_secs(10);
-const ATTEMPTS: u32 = 2;
-/// How long its tables of contents may take, also when nobody waits any more: meanwhile no garbage is collected.
-const PULL_TIME: Duration = Duration::from_secs(300);
 /// How long it is remembered whether an image starts lazily, and how long its image may be without a snapshot: the calls of a pull
 /// follow one another, but layers that are not read lazily come between them.
 const PLAN_TIME: Duration = Duration::from_secs(600);
@@ -54,6 +47,8 @@ const PLAN_TIME: Duration = Duration::from_secs(600);
 const PLANS_MAX: usize = 200;
 /// The maximum number of registries that are waited for.
 const WAITING_MAX: usize = 16;
+/// The maximum number of processes that pull images: tables of contents may take much memory.
+const PULLS_MAX: usize = 8;
 /// The pause before a process that ended is started again; each failure doubles it, up to a maximum.
 const RESTART_PAUSE: Duration = Duration::from_millis(250);
 const RESTART_PAUSE_MAX: Duration = Duration::from_secs(60);
@@ -89,6 +84,8 @@ pub struct Lazy {
     held: Keys,
     /// Read-locked while packs come into the store without an image.
     pulling: RwLock<()>,
+    /// Of processes that pull.
+    pulls: Slots,
     /// Each thread that waits for a registry has a copy, which also a panic drops.
     waiting: Arc<()>,
     /// The keys of images of which everything was here.
@@ -102,10 +99,13 @@ fn key(container: &str, layers: usize) -> String {
     format!("{digest}-{layers}")
 }
 
-/// Returns the registry and the repository of `oci:HOST/NAME@DIGEST`.
-fn repository_of(container: &str) -> &str {
-    let repository = container.split_once(':').map_or("", |(_, rest)| rest);
-    repository.split_once('@').map_or(repository, |(repository, _)| repository)
+/// Returns the registry and the repository of `oci:HOST/NAME@DIGEST` or `oci:HOST/NAME:TAG`.
+fn repository_of(reference: &str) -> &str {
+    let name = reference.split_once(':').map_or("", |(_, rest)| rest);
+    let name = name.split_once('@').map_or(name, |(name, _)| name);
+    // A colon before the last slash is one of a port.
+    let last = name.rfind('/').map_or(0, |slash| slash + 1);
+    name[last..].find(':').map_or(name, |colon| &name[..last + colon])
 }
 
 impl RemoteLayers {
@@ -117,8 +117,8 @@ impl RemoteLayers {
 impl Lazy {
     /// Creates it; nothing is mounted or requested.
     pub fn new(folders: Folders, config: LazyConfig) -> Self {
-        let (plans, held, pulling, waiting, complete, restarts) = Default::default();
-        Self { folders, config, plans, held, pulling, waiting, complete, restarts }
+        let (plans, held, pulling, pulls, waiting, complete, restarts) = Default::default();
+        Self { folders, config, plans, held, pulling, pulls, waiting, complete, restarts }
     }
 
     /// Returns the layers that a snapshot stands for, if its image starts lazily; mounts the image. `below` is the number of
@@ -139,7 +139,7 @@ impl Lazy {
             return None;
         }
         let layers = u32::try_from(below + 1).ok().filter(|_| below < image.covers)?;
-        Some(RemoteLayers { container: image.container.to_string(), layers })
+        Some(RemoteLayers { container: image.container.clone(), layers })
     }
 
     /// Returns the image of a pull, which is looked for at the first of its calls.
@@ -187,7 +187,7 @@ impl Lazy {
     }
 
     fn is_here(&self, image: &LazyImage) -> bool {
-        self.folder(&key(&image.container.to_string(), image.covers)).join("image").exists()
+        self.folder(&key(&image.container, image.covers)).join("image").exists()
     }
 
     /// Looks for an image on a thread, which goes on if it takes too long.
@@ -201,11 +201,8 @@ impl Lazy {
         let (sender, receiver) = sync_channel(1);
         let (lazy, request) = (Arc::clone(self), request.clone());
         let start = move || {
-            let trusts_converted = includes(&lazy.config.converted_from, &request.repository);
-            let options = LazyOptions { layers: None, trusts_converted };
-            let image = lazy.pull(&request.reference, options);
-            let mounted = image.and_then(|image| {
-                lazy.mount(&key(&image.container.to_string(), image.covers))?;
+            let mounted = lazy.pull(&request.reference, None).and_then(|(image, puller)| {
+                lazy.mount(&key(&image.container, image.covers), puller)?;
                 Ok(image)
             });
             drop(waits);
@@ -219,53 +216,51 @@ impl Lazy {
         })
     }
 
-    /// Fetches the metadata of an image, and gives it its place.
-    fn pull(&self, reference: &str, options: LazyOptions) -> Result<LazyImage> {
-        let failed = |error: ferry_registry::Error| Error::Lazy { image: reference.into(), reason: told(&error) };
-        let mut how = Options { hosts: self.config.hosts.clone(), ..Options::default() };
-        how.credentials.clone_from(&self.config.credentials);
-        (how.patience, how.attempts_max, how.deadline) = (PATIENCE, ATTEMPTS, Some(Instant::now() + PULL_TIME));
-        let parsed: Reference = reference.parse().map_err(failed)?;
-        let remote = Arc::new(Remote::open(&parsed, Client::new(how)).map_err(failed)?);
+    /// Fetches the metadata of an image, and gives it its place. The process that did so mounts it later.
+    fn pull(&self, reference: &str, layers: Option<usize>) -> Result<(LazyImage, Option<Puller>)> {
+        let repository = repository_of(reference);
+        let options = LazyOptions {
+            layers,
+            trusts_converted: includes(&self.config.converted_from, repository),
+            trusts_trace: includes(&self.config.traces_from, repository),
+        };
+        let _slot = self.pulls.enter(PULLS_MAX);
         let _pulling = read(&self.pulling);
         let lazy = self.folders.lazy();
         let new =
             tempfile::Builder::new().prefix(NEW_PREFIX).tempdir_in(&lazy).doing("create a directory in", &lazy)?;
-        let path = new.path().join("image");
-        let image = pull_lazily(&remote, &path, &self.folders.store(), options).map_err(failed)?;
-        if includes(&self.config.traces_from, repository_of(&image.container.to_string()))
-            && let Err(error) = pull_trace(&remote, &image.container, &path)
-        {
-            tracing::warn!("{}: it is not used", told(&error));
-        }
+        fs::create_dir(new.path().join("layer")).doing("create a directory in", new.path())?;
+        let mut puller = Puller::start(&self.config, new.path(), &self.folders.store(), reference, options)?;
+        let image = puller.image()?;
         let about = About {
-            digest: image.digest.to_string(),
-            from: image.from.to_string(),
-            inodes: Image::open(&path, Some(image.digest))?.inodes(),
-            packs: image.packs.iter().map(Digest::hex).collect(),
+            digest: image.digest.clone(),
+            from: image.from.clone(),
+            inodes: image.inodes,
+            packs: image.packs.clone(),
         };
-        let text = toml::to_string(&about).map_err(std::io::Error::other).doing("describe", &path)?;
-        let about = new.path().join("about.toml");
-        fs::write(&about, text).doing("write to", &about)?;
+        let text = toml::to_string(&about).map_err(std::io::Error::other).doing("describe", new.path())?;
+        let about_path = new.path().join("about.toml");
+        fs::write(&about_path, text).doing("write to", &about_path)?;
         if let Some(manifest) = &image.manifest {
             let path = new.path().join("manifest");
             fs::write(&path, manifest).doing("write to", &path)?;
         }
-        fs::create_dir(new.path().join("layer")).doing("create a directory in", new.path())?;
-        for path in [&about, &path] {
+        for path in [&about_path, &new.path().join("image")] {
             File::open(path).and_then(|file| file.sync_all()).doing("sync", path)?;
         }
-        let folder = self.folder(&key(&image.container.to_string(), image.covers));
-        match fs::rename(new.path(), &folder) {
+        let key = key(&image.container, image.covers);
+        let folder = self.folder(&key);
+        let is_new = match fs::rename(new.path(), &folder) {
             // Of an earlier pull; the same manifest makes the same image.
-            Err(error) if matches!(error.kind(), ErrorKind::DirectoryNotEmpty | ErrorKind::AlreadyExists) => {}
+            Err(error) if matches!(error.kind(), ErrorKind::DirectoryNotEmpty | ErrorKind::AlreadyExists) => false,
             renamed => {
                 renamed.doing("create", &folder)?;
                 let _ = new.keep();
+                true
             }
-        }
+        };
         File::open(&lazy).and_then(|folder| folder.sync_all()).doing("sync", &lazy)?;
-        Ok(image)
+        Ok((image, Some(puller).filter(|_| is_new)))
     }
 
     fn folder(&self, key: &str) -> PathBuf {
@@ -290,17 +285,16 @@ impl Lazy {
     pub fn layer(self: &Arc<Self>, remote: &RemoteLayers) -> Result<PathBuf> {
         let key = remote.key();
         let _held = self.held.hold(&remote.container);
-        if self.about(&key)?.is_none() {
-            // Another image is based on some of the layers only.
-            let trusts_converted = includes(&self.config.converted_from, repository_of(&remote.container));
-            let options = LazyOptions { layers: Some(remote.layers as usize), trusts_converted };
-            self.pull(&remote.container, options)?;
-        }
-        self.mount(&key)
+        // Another image is based on some of the layers only.
+        let puller = match self.about(&key)? {
+            Some(_) => None,
+            None => self.pull(&remote.container, Some(remote.layers as usize))?.1,
+        };
+        self.mount(&key, puller)
     }
 
-    /// Mounts an image, unless it is mounted and what is missing is fetched; returns where.
-    fn mount(self: &Arc<Self>, key: &str) -> Result<PathBuf> {
+    /// Mounts an image, unless it is mounted and what is missing is fetched; returns where. `puller`: the process that pulled it.
+    fn mount(self: &Arc<Self>, key: &str, puller: Option<Puller>) -> Result<PathBuf> {
         let _held = self.held.hold(key);
         let folder = self.folder(key);
         let at = folder.join("layer");
@@ -325,7 +319,7 @@ impl Lazy {
             at: &at,
             process: &folder.join("process"),
         };
-        process::mount(&self.config, &job, self.on_end(key))?;
+        process::mount(&self.config, &job, puller, self.on_end(key))?;
         Ok(at)
     }
 
@@ -347,7 +341,7 @@ impl Lazy {
                 Ok(false) => return,
                 Err(error) => return tracing::warn!("{}", told(&error)),
             }
-            match self.mount(key) {
+            match self.mount(key, None) {
                 Ok(_) => return,
                 Err(error) => tracing::warn!("{}", told(&error)),
             }
@@ -420,7 +414,7 @@ impl Lazy {
                 process::watch(&lazy.folder(&key).join("process"), lazy.on_end(&key));
                 let is_mounted = process::mounted(&lazy.folder(&key).join("layer"));
                 if is_mounted.is_ok_and(|mounted| mounted != Mounted::Nothing)
-                    && let Err(error) = lazy.mount(&key)
+                    && let Err(error) = lazy.mount(&key, None)
                 {
                     tracing::warn!("{}", told(&error));
                     process::on_thread(lazy.on_end(&key));
@@ -491,7 +485,7 @@ impl Lazy {
         // What is made for a snapshot is made after its record.
         let mut keep: BTreeSet<String> = known()?.iter().map(RemoteLayers::key).collect();
         for plan in lock(&self.plans).values().filter(|plan| plan.when.elapsed() < PLAN_TIME) {
-            keep.extend(plan.image.iter().map(|image| key(&image.container.to_string(), image.covers)));
+            keep.extend(plan.image.iter().map(|image| key(&image.container, image.covers)));
         }
         let (mut packs, mut is_less) = (BTreeSet::new(), false);
         for key in self.keys()? {

@@ -1,12 +1,16 @@
 //! The process that mounts an image and fetches what is read: `ferry image mount --from`. It outlives this one.
+//!
+//! The process of a new image finds out what that is, too ([`Puller`]), so that it has connections and tokens when it mounts.
 
 use std::fs;
+use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ferry_registry::{LazyImage, LazyOptions};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statfs, statx};
 use rustix::io::Errno;
@@ -19,6 +23,10 @@ use crate::error::{Error, IoContext, Result};
 /// How long a mount may take: the process asks the registry once.
 const MOUNT_TIME: Duration = Duration::from_secs(60);
 const TICK: Duration = Duration::from_millis(2);
+/// How long a pull may take, also when nobody waits any more: the process ends its requests earlier.
+const PULL_TIME: Duration = Duration::from_secs(330);
+/// The maximum length of a report in bytes: a manifest has up to 4 MiB, of which each may be escaped.
+const REPORT_BYTES_MAX: usize = 32 << 20;
 
 /// What is on a mount point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,29 +90,125 @@ pub struct Job<'a> {
     pub process: &'a Path,
 }
 
-/// Starts the process, and waits until the image is mounted. `ended` is called when the process ends after that.
-///
-/// # Errors
-///
-/// It cannot be started, ends, or takes too long.
-pub fn mount(config: &LazyConfig, job: &Job<'_>, ended: impl FnOnce() + Send + 'static) -> Result<()> {
-    let program = program(config);
-    let failed = |reason: String| Error::Lazy { image: job.from.into(), reason };
-    let mut command = Command::new(&program);
-    command.args(["image", "mount"]).arg(job.image).arg(job.at).arg("--store").arg(job.store);
+/// Returns the command of a process for an image, its mount point, its store and its reference.
+fn command(config: &LazyConfig, (image, at): (&Path, &Path), store: &Path, from: &str) -> Result<Command> {
+    let mut command = Command::new(program(config));
+    command.args(["image", "mount"]).arg(image).arg(at).arg("--store").arg(store);
     // The kernel shows set-user-id programs and devices, as in the directories of ordinary layers: only root can enter the root.
-    command.args(["--from", job.from, "--digest", job.digest, "--foreground", "-o", "suid,dev"]);
-    command.args(["--jobs", &config.jobs.to_string()]);
+    command.args(["--from", from, "--foreground", "-o", "suid,dev", "--jobs", &config.jobs.to_string()]);
+    let failed = |reason: String| Error::Lazy { image: from.into(), reason };
     let hosts = std::env::join_paths(&config.hosts).map_err(|error| failed(format!("hosts: {error}")))?;
-    command.env("FERRY_REGISTRY_HOSTS", hosts).env("FERRY_REGISTRY_MANIFEST", job.manifest).env_remove("NOTIFY_SOCKET");
+    command.env("FERRY_REGISTRY_HOSTS", hosts).env_remove("NOTIFY_SOCKET");
     if let Some(credentials) = &config.credentials {
         command.env("REGISTRY_AUTH_FILE", credentials);
     }
     // Its messages go to the log; signals of a terminal are not for it.
     command.stdin(Stdio::null()).stdout(Stdio::null()).current_dir("/").process_group(0);
+    Ok(command)
+}
+
+fn spawn(command: &mut Command, from: &str) -> Result<Child> {
+    let program = PathBuf::from(command.get_program());
+    let reason = |error| format!("cannot start {}: {error}", program.display());
+    command.spawn().map_err(|error| Error::Lazy { image: from.into(), reason: reason(error) })
+}
+
+/// A process that pulls an image, and then waits to be told to mount it. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Puller {
+    /// `None`: it mounts.
+    child: Option<Child>,
+    from: String,
+}
+
+impl Puller {
+    /// Starts a process that makes `folder/image`. It finds the folder under another name later, too.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be started.
+    pub fn start(config: &LazyConfig, folder: &Path, store: &Path, from: &str, options: LazyOptions) -> Result<Self> {
+        let failed = |reason: String| Error::Lazy { image: from.into(), reason };
+        let options = serde_json::to_string(&options).map_err(|error| failed(error.to_string()))?;
+        let mut command = command(config, (Path::new("image"), Path::new("layer")), store, from)?;
+        command.args(["--pull", &options]).stdin(Stdio::piped()).stdout(Stdio::piped()).current_dir(folder);
+        // It is there when the process starts another program.
+        command.env("FERRY_REGISTRY_MANIFEST", "manifest");
+        Ok(Self { child: Some(spawn(&mut command, from)?), from: from.into() })
+    }
+
+    /// Waits until the image is pulled, and returns what it is.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be pulled.
+    pub fn image(&mut self) -> Result<LazyImage> {
+        let failed = |reason: String| Error::Lazy { image: self.from.clone(), reason };
+        let lost = || failed("the process that pulls it ended; the log has its reason".into());
+        let process = "the process that pulls it";
+        let output = self.child.as_mut().and_then(|child| child.stdout.as_mut()).ok_or_else(lost)?;
+        let (mut report, mut buffer, end) = (Vec::new(), vec![0; 64 << 10], Instant::now() + PULL_TIME);
+        while report.last() != Some(&b'\n') && report.len() < REPORT_BYTES_MAX {
+            let left = end.saturating_duration_since(Instant::now());
+            let left = left.try_into().map_err(|_| failed("its time has no number".into()))?;
+            match poll(&mut [PollFd::new(output, PollFlags::IN)], Some(&left)) {
+                Err(Errno::INTR) => continue,
+                Ok(0) => return Err(failed(format!("it was not pulled after {} s", PULL_TIME.as_secs()))),
+                ready => drop(ready.map_err(std::io::Error::from).doing("wait for", process)?),
+            }
+            let bytes = output.read(&mut buffer).doing("read from", process)?;
+            if bytes == 0 {
+                return Err(lost());
+            }
+            report.extend_from_slice(&buffer[..bytes]);
+        }
+        let report: std::result::Result<LazyImage, String> =
+            serde_json::from_slice(&report).map_err(|error| failed(error.to_string()))?;
+        report.map_err(failed)
+    }
+
+    /// Has it mount the image, and returns it.
+    fn go(mut self) -> Result<Child> {
+        let lost = || Error::Lazy { image: self.from.clone(), reason: "the process that pulled it ended".into() };
+        let input = self.child.as_mut().and_then(|child| child.stdin.take());
+        input.ok_or_else(lost)?.write_all(b"mount\n").map_err(|_| lost())?;
+        self.child.take().ok_or_else(lost)
+    }
+}
+
+impl Drop for Puller {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Starts a process, or has the one that pulled the image go on, and waits until the image is mounted. `ended` is called when the process
+/// ends after that.
+///
+/// # Errors
+///
+/// It cannot be started, ends, or takes too long.
+pub fn mount(
+    config: &LazyConfig,
+    job: &Job<'_>,
+    puller: Option<Puller>,
+    ended: impl FnOnce() + Send + 'static,
+) -> Result<()> {
+    let program = program(config);
+    let failed = |reason: String| Error::Lazy { image: job.from.into(), reason };
     // It may be mounted already, by a process that has ended.
     let before = mount_id(job.at)?;
-    let mut child = command.spawn().map_err(|error| failed(format!("cannot start {}: {error}", program.display())))?;
+    let mut child = match puller {
+        Some(puller) => puller.go()?,
+        None => {
+            let mut command = command(config, (job.image, job.at), job.store, job.from)?;
+            command.args(["--digest", job.digest]).env("FERRY_REGISTRY_MANIFEST", job.manifest);
+            spawn(&mut command, job.from)?
+        }
+    };
     let named = started(child.id()).unwrap_or_default();
     let end = Instant::now() + MOUNT_TIME;
     let mut wait = || {
@@ -221,7 +325,7 @@ mod tests {
         let job = Job { image: &image, digest: "d", store: at, from: "oci:h/a:1", manifest: at, at, process: &process };
         for (program, expected) in [("/nowhere/ferry", "cannot start /nowhere/ferry"), ("/bin/false", "ended with")] {
             let config = LazyConfig { program: Some(program.into()), ..LazyConfig::default() };
-            let error = mount(&config, &job, || panic!("it was not mounted")).unwrap_err().to_string();
+            let error = mount(&config, &job, None, || panic!("it was not mounted")).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("oci:h/a:1"), "{error}");
         }
         assert_eq!(mounted(at).unwrap(), Mounted::Nothing);
@@ -238,7 +342,7 @@ mod tests {
         let process = at.join("no/such/folder");
         let job = Job { image: at, digest: "d", store: at, from: "oci:h/a:1", manifest: at, at, process: &process };
         let config = LazyConfig { program: Some(program), ..LazyConfig::default() };
-        mount(&config, &job, || panic!("it was not mounted")).unwrap_err();
+        mount(&config, &job, None, || panic!("it was not mounted")).unwrap_err();
         // It may have been ended before it said who it is.
         let pid = fs::read_to_string(&own).ok().and_then(|text| text.trim().parse().ok());
         let end = Instant::now() + Duration::from_secs(60);

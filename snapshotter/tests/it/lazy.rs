@@ -300,9 +300,7 @@ fn a_silent_registry_or_a_missing_program_delays_a_pull_and_no_more() {
             let mut client = Client::connect(&place.server.socket()).unwrap();
             place.prepare(&mut client, 0, "", place.labels(0))
         });
-        while place.fake.requests().is_empty() {
-            thread::yield_now();
-        }
+        until("a request", || !place.fake.requests().is_empty());
         client.prepare("another", "").unwrap();
         assert!(!waiting.is_finished());
         waiting.join().unwrap()

@@ -2,15 +2,18 @@
 
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use rustix::fs::{Advice, fadvise};
 use rustix::process::{Signal, kill_process};
+use tonic::Code;
 
-use crate::lazy_place::{Place, noise, until};
+use crate::client::Client;
+use crate::fake::{Reply, Way};
+use crate::lazy_place::{Place, is_right, layers, noise, until};
 use crate::server::{Mounted, can_mount};
 use crate::toc_layers::{Format, Writer};
 
@@ -33,6 +36,47 @@ fn read(at: &Path, number: usize) -> io::Result<Vec<u8>> {
     let bytes = fs::read(&path)?;
     fadvise(fs::File::open(&path)?, 0, None, Advice::DontNeed)?;
     Ok(bytes)
+}
+
+/// The processes that work in a folder, or did until it was removed.
+fn processes_in(folder: &Path) -> usize {
+    let works_there = |process: io::Result<fs::DirEntry>| {
+        let works = fs::read_link(process.ok()?.path().join("cwd")).ok()?;
+        works.starts_with(folder).then_some(())
+    };
+    fs::read_dir("/proc").unwrap().filter_map(works_there).count()
+}
+
+#[test]
+fn a_pull_ends_with_the_program_and_leaves_nothing() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::new(layers(Format::Estargz));
+    let folder = place.server.root().join("lazy");
+    for round in 0..3 {
+        // Without an answer to the manifest, or to what comes after it.
+        place.fake.fault(move |request, reply| match round == 0 || !request.is_manifest() {
+            true => Reply { way: Way::Silence, ..Reply::default() },
+            false => reply,
+        });
+        drop(place.fake.requests());
+        thread::scope(|scope| {
+            let (socket, labels) = (place.server.socket(), place.labels(0));
+            let lost = scope.spawn(move || Client::connect(&socket).unwrap().prepare_with("extract", "", labels));
+            until("a request", || !place.fake.requests().is_empty());
+            assert_eq!(processes_in(&folder), 1);
+            place.server.kill();
+            assert_ne!(lost.join().unwrap().unwrap_err().code(), Code::AlreadyExists);
+        });
+        until("the end of the process", || processes_in(&folder) == 0);
+        drop(place.server.start_again());
+        assert_eq!(place.images(), [] as [PathBuf; 0]);
+    }
+    place.fake.heal();
+    let mut client = place.server.client();
+    place.pull(&mut client);
+    is_right(Mounted::of(&client.view("view", &place.top()).unwrap()).path());
 }
 
 /// What a container on the kernel's mount sees: what is right, or EIO; and what is right again, without a new container.
