@@ -133,7 +133,7 @@ fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
         out,
         "* fio, psync, one thread, a file of {FILE_MIB} MiB that exists, each system its own; a run ends with the file or \
          after half a second, and with fsync, which counts. Before each run the client's caches are dropped; our client is \
-         mounted anew. The servers' files are in memory, so no disk is measured. TreeLocation every page takes a round trip of its own \
+         mounted anew. The servers' files are in memory, so no disk is measured. Where every page takes a round trip of its own \
          (`page-at-a-time`, and all random writes of 4 KiB with a delay), a run writes 16, 2 or 1 MiB: with no delay, 1 and 10 ms.\n\
          * `pipelined` is `ferry mount 9p:tcp:...` as it is by default, `coalesced` the same with one message under way, \
          `page-at-a-time` with one message under way that has room for a page. `v9fs-none` and `v9fs-loose` are Linux's \
