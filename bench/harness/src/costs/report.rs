@@ -59,9 +59,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
          beside one with `--watch never` and beside no server at all. CPU times are the server's, until three seconds later.\n",
         folders * FOLDER_FILES
     );
-    if !targets.is_empty() {
-        target::chapter(&mut out, targets);
-    }
+    target::chapter(&mut out, targets);
     figures(&mut out, lines);
     cpu_times(&mut out, lines);
     report::counts(&mut out, lines);
