@@ -60,24 +60,24 @@ fn find<'a>(lines: &'a [Line], row: &str, ours: System) -> Option<&'a Line> {
 pub fn targets(lines: &[Line]) -> Vec<Target> {
     let mut targets = Vec::new();
     let ratio = |row: &str, ours: System, peer: &str| find(lines, row, ours)?.ratio.get(peer).copied();
-    let mut target = |what: &str, value: Option<f64>, least: f64| {
+    let mut at_least = |what: &str, value: Option<f64>, least: f64| {
         targets.extend(value.map(|value| Target::at_least(what, value, least)));
     };
     for (row, least) in [("threads 1", 2.5), ("threads 8", 2.0)] {
         for (ours, what) in [(NULL_URING, "null"), (MEM_URING, "mem")] {
             let name = format!("{row}, {what}: io_uring : libfuse on /dev/fuse");
-            target(&name, ratio(row, ours, "libfuse"), least);
+            at_least(&name, ratio(row, ours, "libfuse"), least);
         }
     }
     let rows: Vec<String> = THREADS.iter().map(|threads| format!("threads {threads}")).collect();
     let passed = rows.iter().filter_map(|row| ratio(row, MEM_PASSTHROUGH, "tmpfs"));
-    target("mem with passthrough : tmpfs, geometric mean over threads", stats::geometric_mean(passed), 0.85);
+    at_least("mem with passthrough : tmpfs, geometric mean over threads", stats::geometric_mean(passed), 0.85);
     let slower = |row: &str| {
         let null = find(lines, row, NULL_URING)?.also.get("latency_us")?.get(FERRY).copied()?;
         let mem = find(lines, row, MEM_URING)?.also.get("latency_us")?.get(FERRY).copied()?;
         Some(null / mem)
     };
-    target("threads 1: latency of the null ring : latency of mem through the ring", slower("threads 1"), 1.0 / 1.3);
+    at_least("threads 1: latency of the null ring : latency of mem through the ring", slower("threads 1"), 1.0 / 1.3);
     let paths = [
         (NULL_DEVFUSE, "libfuse"),
         (MEM_DEVFUSE, "libfuse"),
@@ -87,7 +87,25 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
     for (ours, peer) in paths {
         let ratios: Vec<f64> = rows.iter().filter_map(|row| ratio(row, ours, peer)).collect();
         let name = format!("{} : {peer}, geometric mean over threads", ours.name());
-        target(&name, stats::geometric_mean(ratios), 1.0);
+        at_least(&name, stats::geometric_mean(ratios), 1.0);
+    }
+    for row in ["create threads 1", "create threads 4", "unlink threads 1", "unlink threads 4"] {
+        let name = format!("{row}: {} : libfuse-uring", MEM_URING.name());
+        at_least(&name, ratio(row, MEM_URING, "libfuse-uring"), 1.2);
+    }
+    // Of all rows: reads and names as well as writes.
+    let ratios = |ours: System, peer: &str, wanted: fn(&Line) -> bool| {
+        let of_ours = lines.iter().filter(|line| line.config == ours.name() && wanted(line));
+        of_ours.filter_map(|line| line.ratio.get(peer).copied()).collect::<Vec<_>>()
+    };
+    for ours in [NULL_DEVFUSE, MEM_DEVFUSE] {
+        let ratios = ratios(ours, "libfuse", |line| !line.row.ends_with("threads 1"));
+        let name = format!("several threads: {} : libfuse, least of {} rows", ours.name(), ratios.len());
+        at_least(&name, target::least(&ratios), 1.0);
+    }
+    for ours in [NULL_URING, MEM_URING] {
+        let ratios = ratios(ours, "libfuse-uring", |_| true);
+        targets.extend(target::of_rows(&format!("{} : libfuse-uring", ours.name()), &ratios, 1.1));
     }
     targets
 }
@@ -273,6 +291,11 @@ mod tests {
         vec![
             line(1, NULL_URING, &[(FERRY, 200_000.0), ("libfuse", 50_000.0), ("libfuse-uring", 250_000.0)]),
             line(1, MEM_URING, &[(FERRY, 100_000.0), ("libfuse", 50_000.0), ("tmpfs", 700_000.0)]),
+            line(8, MEM_DEVFUSE, &[(FERRY, 40_000.0), ("libfuse", 50_000.0)]),
+            Line {
+                row: "create threads 4".into(),
+                ..line(4, MEM_URING, &[(FERRY, 90_000.0), ("libfuse-uring", 100_000.0)])
+            },
             line(8, MEM_PASSTHROUGH, &[(FERRY, 630_000.0), ("libfuse", 50_000.0), ("tmpfs", 700_000.0)]),
         ]
     }
@@ -295,6 +318,10 @@ mod tests {
             "mem with passthrough : tmpfs, geometric mean over threads: 0.90 (target: at least 0.85: reached)",
             "mem through the ring: 0.50",
             "null uring : libfuse-uring, geometric mean over threads: 0.80",
+            "create threads 4: mem uring : libfuse-uring: 0.90 (target: at least 1.2: missed)",
+            "several threads: mem devfuse : libfuse, least of 1 rows: 0.80 (target: at least 1: missed)",
+            "null uring : libfuse-uring, geometric mean of 1 rows: 0.80 (target: at least 1.1: missed)",
+            "null uring : libfuse-uring, least of 1 rows: 0.80 (target: at least 1.1: missed)",
         ] {
             assert!(text.contains(part), "{part} in {text}");
         }
