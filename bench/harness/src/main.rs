@@ -113,10 +113,12 @@ fn run(cli: &Cli) -> Result<ExitCode> {
     let lines = progress.measure(&rows, Row::full_name, &skipped, |row| vec![runner.run(row)])?;
     let summary = Summary::of(&rows, &lines);
     eprint!("{summary}");
+    let targets = report::targets(&lines);
+    targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = cli.results() {
         let guest_kernel = runner.guest_kernel.clone().unwrap_or_else(|| "none ran".into());
         let machine = Machine { guest_kernel, command: command(), ..machine };
-        report::write(&folder, &lines, &machine, &summary)?;
+        report::write(&folder, &lines, &machine, &summary, &targets)?;
     }
     Ok(verdict(&lines))
 }

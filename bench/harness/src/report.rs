@@ -9,6 +9,7 @@ use crate::chart;
 use crate::line::{Counts, FERRY, Line};
 use crate::machine::Machine;
 use crate::rows::{Config, Row};
+use crate::target::{self, Target};
 use crate::{parts, stats};
 
 /// The published figures.
@@ -16,6 +17,9 @@ const PUBLISHED: &str = include_str!("../../published/virtiofs-fio.csv");
 
 /// The peer that the summary is about.
 const PEER: &str = "virtiofsd";
+
+/// Requests in flight over four queues and over one: how many times faster than the peer.
+const NATIVE: [(&str, f64); 2] = [("native-read-4k q4 d16", 3.0), ("native-read-4k q1 d16", 2.0)];
 
 /// A published row, in MiB/s; 0 where the job could not run.
 #[derive(Debug, Clone, PartialEq)]
@@ -86,20 +90,32 @@ impl fmt::Display for Summary {
     }
 }
 
+/// What the project set itself to reach, as far as this run measured it.
+pub fn targets(lines: &[Line]) -> Vec<Target> {
+    let target = |(row, limit): (&str, f64)| {
+        let ratio = *parts::find(lines, row, Config::None.name())?.ratio.get(PEER)?;
+        Some(Target::at_least(format!("{row}: ferry : {PEER}"), ratio, limit))
+    };
+    NATIVE.into_iter().filter_map(target).collect()
+}
+
 /// Writes the report into a folder.
-pub fn write(folder: &Path, lines: &[Line], machine: &Machine, summary: &Summary) -> Result<()> {
-    parts::save(folder, "virtiofs", lines, &markdown(lines, machine, summary), &chart::svg(lines, PEER))
+pub fn write(folder: &Path, lines: &[Line], machine: &Machine, summary: &Summary, targets: &[Target]) -> Result<()> {
+    let markdown = markdown(lines, machine, summary, targets);
+    parts::save(folder, "virtiofs", lines, &markdown, &chart::svg(lines, PEER))
 }
 
 /// The whole report.
-fn markdown(lines: &[Line], machine: &Machine, summary: &Summary) -> String {
+fn markdown(lines: &[Line], machine: &Machine, summary: &Summary, targets: &[Target]) -> String {
     let mut out = String::from("# virtio-fs: Ferry beside virtiofsd\n\n");
     head(&mut out, machine, lines);
     out.push_str("## Summary\n\n");
     for line in summary.to_string().lines() {
         let _ = writeln!(out, "* {line}");
     }
-    out.push_str("\n![How many times better Ferry is, row by row](virtiofs.svg)\n\n");
+    out.push('\n');
+    target::chapter(&mut out, targets);
+    out.push_str("![How many times better Ferry is, row by row](virtiofs.svg)\n\n");
     figures(&mut out, lines);
     counts(&mut out, lines);
     parts::shortfalls(&mut out, lines, |peer| peer == PEER);
@@ -197,7 +213,9 @@ mod tests {
         let rows: Vec<Row> = rows::all()
             .into_iter()
             .filter(|row| {
-                row.name.starts_with("randread-psync") || (&*row.name, row.config) == ("git-status", rows::Config::Auto)
+                row.name.starts_with("randread-psync")
+                    || row.name == "native-read-4k q1 d16"
+                    || (&*row.name, row.config) == ("git-status", rows::Config::Auto)
             })
             .collect();
         let fill = |row: &Row| {
@@ -230,10 +248,14 @@ mod tests {
     fn shows_figures_and_shortfalls() {
         let (rows, mut lines) = lines();
         lines[0].skip("qemu-9p: no");
-        let text = markdown(&lines, &Machine::default(), &Summary::of(&rows, &lines));
+        let text = markdown(&lines, &Machine::default(), &Summary::of(&rows, &lines), &targets(&lines));
         let row = "| randread-psync | none | MiB/s | 100 [90, 110] | 60 [50, 95] | **1.67** | 34 | 29 | 256 |";
         assert!(text.contains(row), "{text}");
         assert!(text.contains("* git-status (auto): 0.60 of virtiofsd; the runs of both overlap"), "{text}");
         assert!(text.contains("skipped: qemu-9p: no"), "{text}");
+        let target = "## Targets\n\n| | measured | target | |\n| --- | --- | --- | --- |\n\
+                      | native-read-4k q1 d16: ferry : virtiofsd | 1.67 | at least 2 | missed |\n\n![";
+        assert!(text.contains(target), "{text}");
+        assert_eq!(targets(&[]), []);
     }
 }
