@@ -38,6 +38,9 @@ pub struct Cli {
     /// Keep what the report has of other rows, so that a run in parts ends in one report (v9fs, images, containers, metadata, coherence, virtiofs --dax)
     #[arg(long)]
     pub add: bool,
+    /// Measure nothing, and write the report again from its lines, with the notes and targets of now (virtiofs, zufs, v9fs, vhost-blk, images, containers, metadata, costs)
+    #[arg(long, conflicts_with_all = ["quick", "peers", "rows", "dax", "add", "list"])]
+    pub report: bool,
     /// Only print the names of the rows
     #[arg(long)]
     pub list: bool,

@@ -271,7 +271,7 @@ fn line(row: Row, bench: &Bench, guests: &mut Guests) -> Line {
     }
     for (name, measured) in &samples {
         let p99 = percentile(measured, 99).filter(|_| warm.is_none());
-        p99.map(|p99| line.also.entry("p99").or_default().insert(name.clone(), crate::stats::round(p99)));
+        p99.map(|p99| line.also.entry("p99".into()).or_default().insert(name.clone(), crate::stats::round(p99)));
     }
     line.fill(&samples);
     let Some((command, files)) = warm else { return line };
@@ -347,7 +347,7 @@ mod tests {
         let lines = Row::ALL.map(|row| {
             let mut line = Line::new(TABLE, row.name().into(), CONFIG, "ms", Better::Lower);
             line.fill(&BTreeMap::from([(FERRY.to_owned(), vec![1.5, 2.5])]));
-            line.also.entry("p99").or_default().insert(FERRY.into(), 2.5);
+            line.also.entry("p99".into()).or_default().insert(FERRY.into(), 2.5);
             line
         });
         let place = Place {

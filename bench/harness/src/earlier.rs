@@ -1,17 +1,11 @@
 //! Lines of earlier runs, so that partial runs form one report.
 
-use std::collections::BTreeMap;
-use std::io::ErrorKind;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
-use serde::Deserialize;
+use anyhow::{Context, Result, ensure};
 
-use crate::line::{Line, MessageCounts, Requests};
+use crate::line::Line;
 use crate::stats::Better;
-
-/// What was found beside figures, in the tables that are run in parts.
-const ALSO: [&str; 2] = ["mount_ms", "p99"];
 
 /// What the rows of a table are like.
 #[derive(Debug, Clone, Copy)]
@@ -22,65 +16,40 @@ pub struct Row {
     pub better: Better,
 }
 
-/// What a line may have.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct SavedLine {
-    table: String,
-    row: String,
-    config: String,
-    unit: String,
-    better: String,
-    ferry: Option<f64>,
-    peers: BTreeMap<String, f64>,
-    ratio: BTreeMap<String, f64>,
-    n: usize,
-    spread: BTreeMap<String, [f64; 2]>,
-    #[serde(default)]
-    also: BTreeMap<String, BTreeMap<String, f64>>,
-    #[serde(default)]
-    messages: BTreeMap<String, MessageCounts>,
-    #[serde(default)]
-    requests: BTreeMap<String, Requests>,
-    note: Option<String>,
-    skipped: Option<String>,
-    error: Option<String>,
-}
-
 /// The lines that a table's report in a folder was made of; none where there is no report. `row` knows the table's rows.
-pub fn read(folder: &Path, table: &'static str, row: impl Fn(&str) -> Option<Row>) -> Result<Vec<Line>> {
+pub fn read(folder: &Path, table: &str, row: impl Fn(&str) -> Option<Row>) -> Result<Vec<Line>> {
     let path = folder.join(format!("{table}.jsonl"));
-    let text = match std::fs::read_to_string(&path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-        text => text.with_context(|| format!("cannot read {}", path.display()))?,
-    };
-    let parsed =
-        |(number, text)| parse(text, table, &row).with_context(|| format!("{}, line {number}", path.display()));
-    (1..).zip(text.lines()).map(parsed).collect()
+    if !path.try_exists()? {
+        return Ok(Vec::new());
+    }
+    let is_known = |line: &Line| row(&line.row).is_some_and(|row| row.unit == line.unit && row.better == line.better);
+    parse(&path, table, is_known)
 }
 
-fn parse(text: &str, table: &'static str, row: &impl Fn(&str) -> Option<Row>) -> Result<Line> {
-    let mut kept: SavedLine = serde_json::from_str(text).context("this is no line of a run")?;
-    let known = row(&kept.row).filter(|row| kept.table == table && kept.unit == row.unit);
-    let known = known.filter(|row| serde_json::to_value(row.better).is_ok_and(|better| better == *kept.better));
-    let Some(Row { unit, better }) = known else {
-        let SavedLine { table: of, row, unit, better, .. } = kept;
-        bail!("this is the row {row:?} of {of} in {unit}, {better} is better, and no row of {table}");
+/// The same of rows of any name, where there must be a report.
+pub fn all(folder: &Path, table: &str) -> Result<Vec<Line>> {
+    parse(&folder.join(format!("{table}.jsonl")), table, |_| true)
+}
+
+fn parse(path: &Path, table: &str, is_known: impl Fn(&Line) -> bool) -> Result<Vec<Line>> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let line = |text: &str| {
+        let line: Line = serde_json::from_str(text).context("this is no line of a run")?;
+        let Line { table: of, row, unit, better, .. } = &line;
+        ensure!(
+            of == table && is_known(&line),
+            "this is the row {row:?} of {of} in {unit}, {better:?} is better, and no row of {table}"
+        );
+        Ok(line)
     };
-    let mut line = Line::new(table, kept.row, &kept.config, unit, better);
-    (line.ferry, line.peers, line.ratio, line.n, line.spread) =
-        (kept.ferry, kept.peers, kept.ratio, kept.n, kept.spread);
-    (line.messages, line.requests) = (kept.messages, kept.requests);
-    (line.note, line.skipped, line.error) = (kept.note, kept.skipped, kept.error);
-    line.also = ALSO.into_iter().filter_map(|name| Some((name, kept.also.remove(name)?))).collect();
-    ensure!(kept.also.is_empty(), "this line has more beside its figures than is known");
-    Ok(line)
+    let numbered = |(number, text)| line(text).with_context(|| format!("{}, line {number}", path.display()));
+    (1..).zip(text.lines()).map(numbered).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::line::FERRY;
+    use crate::line::{FERRY, MessageCounts, Requests};
 
     const TABLE: &str = "v9fs";
 
@@ -94,7 +63,7 @@ mod tests {
         let sent =
             MessageCounts { messages_per_mib: 1.1, bytes_per_message: None, in_flight_mean: 1.5, in_flight_most: 2 };
         line.messages.insert(FERRY.into(), sent);
-        line.also.insert("mount_ms", [("diod".to_owned(), 4.5)].into());
+        line.also.insert("mount_ms".into(), [("diod".to_owned(), 4.5)].into());
         line.requests.insert(FERRY.into(), Requests { per_file: 0.5, by_name: [("lookup".to_owned(), 3)].into() });
         line.skip("diod: no");
         line.note = Some("in a guest".into());
@@ -110,13 +79,15 @@ mod tests {
         std::fs::write(&path, format!("{written}\n")).unwrap();
         let lines = read(dir.path(), TABLE, row).unwrap();
         assert_eq!(serde_json::to_string(&lines[0]).unwrap(), written);
+        assert_eq!(all(dir.path(), TABLE).unwrap().len(), 1);
+        assert!(all(dir.path(), "images").is_err(), "there is no report");
         for wrong in [
             "nonsense".to_owned(),
             written.replace("\"v9fs\"", "\"images\""),
             written.replace("MiB/s", "ms"),
             written.replace("\"higher\"", "\"lower\""),
             written.replace("uml read", "no row"),
-            written.replace("mount_ms", "other_ms"),
+            written.replace("\"n\"", "\"runs\""),
         ] {
             assert_ne!(wrong, written);
             std::fs::write(&path, format!("{written}\n{wrong}\n")).unwrap();

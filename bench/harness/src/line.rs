@@ -11,16 +11,17 @@ use crate::stats::{self, Better};
 pub const FERRY: &str = "ferry";
 
 /// What one row found. Its form is an interface: fields are added, never changed.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Line {
     /// The table.
-    pub table: &'static str,
+    pub table: String,
     /// The row.
     pub row: String,
     /// Our configuration.
     pub config: String,
     /// The unit of the figures.
-    pub unit: &'static str,
+    pub unit: String,
     /// Which way they are good.
     pub better: Better,
     /// Our median.
@@ -34,22 +35,22 @@ pub struct Line {
     /// The least and the greatest value of each.
     pub spread: BTreeMap<String, [f64; 2]>,
     /// What noise does not touch, server by server.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub counts: BTreeMap<String, Counts>,
     /// The same with a driver that sleeps between answers, as a guest does.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub counts_asleep: BTreeMap<String, Counts>,
     /// Medians of what was found beside the figure, by name and server: latency, bandwidth.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub also: BTreeMap<&'static str, BTreeMap<String, f64>>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub also: BTreeMap<String, BTreeMap<String, f64>>,
     /// What a request costs a file system of this host, server by server.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub costs: BTreeMap<String, Costs>,
     /// What was sent, client by client or server by server.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub messages: BTreeMap<String, MessageCounts>,
     /// Requests of the guest, server by server.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub requests: BTreeMap<String, Requests>,
     /// What a reader must know to read the figures.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -63,7 +64,7 @@ pub struct Line {
 }
 
 /// Costs per request.
-#[derive(Debug, Clone, Copy, Serialize)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct Counts {
     /// System calls of the server, where they could be counted.
     pub syscalls_per_request: Option<f64>,
@@ -76,7 +77,7 @@ pub struct Counts {
 }
 
 /// Costs for each request of a program, on a file system of this host.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Costs {
     /// System calls of the server.
     pub syscalls_per_request: f64,
@@ -114,18 +115,18 @@ pub struct Requests {
 
 impl Line {
     /// The line of a row that has not run.
-    pub fn empty(table: &'static str, row: &Row) -> Self {
+    pub fn empty(table: &str, row: &Row) -> Self {
         let line = Self::new(table, row.name.clone(), row.config.name(), row.unit(), row.better());
         Self { note: row.note(), ..line }
     }
 
     /// The same of any table.
-    pub fn new(table: &'static str, row: String, config: &str, unit: &'static str, better: Better) -> Self {
+    pub fn new(table: &str, row: String, config: &str, unit: &str, better: Better) -> Self {
         Self {
-            table,
+            table: table.into(),
             row,
             config: config.into(),
-            unit,
+            unit: unit.into(),
             better,
             ferry: None,
             peers: BTreeMap::new(),

@@ -262,7 +262,7 @@ fn section(
     let mut out = format!("## {name}\n\n| | unit | {} |\n| --- | --- | --- | --- | --- |\n", titles.join(" | "));
     for step in steps {
         let found = sizes.map(|size| parts::find(lines, &row(step, size), CONFIG));
-        let unit = found.iter().flatten().next().map_or("-", |line| line.unit);
+        let unit = found.iter().flatten().next().map_or("-", |line| &*line.unit);
         let figures = found.map(|line| line.map_or("-".into(), |line| parts::figure(line, FERRY))).join(" | ");
         let _ = writeln!(out, "| {step} | {unit} | {figures} |");
     }

@@ -29,6 +29,19 @@ pub fn save(folder: &Path, table: &str, lines: &[Line], markdown: &str, svg: &st
     Ok(())
 }
 
+/// Writes a report that has the head of the one before it: all up to its first chapter.
+pub fn keep_head(folder: &Path, table: &str, write: impl FnOnce() -> Result<()>) -> Result<()> {
+    let path = folder.join(format!("{table}.md"));
+    let read = || std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()));
+    let chapters = |text: &str| text.find("\n## ").with_context(|| format!("{} has no chapters", path.display()));
+    let before = read()?;
+    let head = &before[..chapters(&before)?];
+    write()?;
+    let after = read()?;
+    let report = format!("{head}{}", &after[chapters(&after)?..]);
+    std::fs::write(&path, report).with_context(|| format!("cannot write {}", path.display()))
+}
+
 fn notes(folder: &Path, table: &str) -> Result<String> {
     let path = folder.join(format!("{table}-notes.md"));
     match std::fs::read_to_string(&path) {
@@ -137,6 +150,16 @@ mod tests {
         let read = |kind: &str| std::fs::read_to_string(dir.path().join(format!("t.{kind}"))).unwrap();
         assert_eq!(read("md"), "text\n\n### Why\n\nBecause.\n");
         assert_eq!((read("svg").as_str(), read("jsonl").lines().count()), ("<svg/>", 1));
+    }
+
+    #[test]
+    fn a_report_that_is_written_again_keeps_its_head() {
+        let dir = tempfile::tempdir().unwrap();
+        let lines = [line("a", 1.0, [1.0, 1.0])];
+        save(dir.path(), "t", &lines, "# T\n\nbegun then\n\n## Targets\n\nold\n", "<svg/>").unwrap();
+        keep_head(dir.path(), "t", || save(dir.path(), "t", &lines, "# T\n\n## Targets\n\nnew\n", "<svg/>")).unwrap();
+        let text = std::fs::read_to_string(dir.path().join("t.md")).unwrap();
+        assert_eq!(text, "# T\n\nbegun then\n\n## Targets\n\nnew\n");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Medians, ratios and means.
 
 /// Which way a figure is good.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
     /// Throughput.

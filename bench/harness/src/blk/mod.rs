@@ -3,7 +3,7 @@
 mod files;
 mod fio;
 mod guest;
-mod report;
+pub mod report;
 mod rows;
 mod runner;
 pub mod systems;

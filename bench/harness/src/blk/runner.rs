@@ -362,7 +362,7 @@ fn line(step: Step, ours: System, systems: &[System], samples: &Samples) -> Line
     });
     let latencies: BTreeMap<String, f64> = latencies.collect();
     if !latencies.is_empty() {
-        line.also.insert("latency_us", latencies);
+        line.also.insert("latency_us".into(), latencies);
     }
     line
 }

@@ -3,7 +3,7 @@
 mod content;
 mod engine;
 mod image;
-mod report;
+pub mod report;
 mod rows;
 mod runner;
 mod systems;

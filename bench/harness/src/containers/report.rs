@@ -102,7 +102,7 @@ fn figures(out: &mut String, lines: &[Line]) {
     rows.dedup();
     for row in rows {
         let mut of_row = lines.iter().filter(|line| line.row == row).peekable();
-        let unit = of_row.peek().map_or("-", |line| line.unit);
+        let unit = of_row.peek().map_or("-", |line| &*line.unit);
         let of_row: Vec<&Line> = of_row.collect();
         let figure = |system: System| {
             let ours = of_row.iter().find(|line| line.config == system.name()).map(|line| parts::figure(line, FERRY));

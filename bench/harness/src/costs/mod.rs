@@ -1,7 +1,7 @@
 //! The costs table: memory, the sandbox, metrics, rate limits, and watching for changes on the host.
 
 mod memory;
-mod report;
+pub mod report;
 mod watching;
 
 use std::process::ExitCode;
@@ -29,7 +29,7 @@ const METRICS_ROW: &str = "native-read-4k q1 d16";
 
 /// How much is done.
 #[derive(Debug, Clone, Copy)]
-struct Size {
+pub struct Size {
     /// Runs of each.
     runs: usize,
     /// Directories of 1000 files that are walked over.
@@ -40,7 +40,7 @@ struct Size {
 
 impl Size {
     /// A million files are walked over.
-    const FULL: Self = Self { runs: 5, folders: 1000, changed: 20_000 };
+    pub const FULL: Self = Self { runs: 5, folders: 1000, changed: 20_000 };
     /// A fiftieth and a tenth.
     const QUICK: Self = Self { runs: 2, folders: 20, changed: 2000 };
 }

@@ -102,7 +102,7 @@ mod tests {
         let mut line = Line::new(TABLE, "memory: RSS after the walk".into(), "auto", "MiB", Better::Lower);
         line.fill(&[(FERRY.to_owned(), vec![300.0]), (PEER.to_owned(), vec![450.0])].into());
         let mut watched = Line::new(TABLE, "watching: changes".into(), "always", "ms", Better::Lower);
-        watched.also.insert("server_cpu_ms", [(FERRY.to_owned(), 280.0)].into());
+        watched.also.insert("server_cpu_ms".into(), [(FERRY.to_owned(), 280.0)].into());
         let lines = [line, watched];
         let targets = targets(&lines);
         assert_eq!(targets.len(), 1);

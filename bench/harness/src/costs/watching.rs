@@ -54,7 +54,7 @@ impl Watching<'_> {
         for ((line, times), cpu) in lines.iter_mut().zip(&times).zip(&cpu) {
             line.fill(times);
             let medians = cpu.iter().filter_map(|(who, values)| Some((who.clone(), stats::median(values)?)));
-            line.also.insert("server_cpu_ms", medians.collect());
+            line.also.insert("server_cpu_ms".into(), medians.collect());
         }
         lines.into()
     }

@@ -4,7 +4,7 @@ mod developer;
 mod guest;
 mod made;
 mod mounts;
-mod report;
+pub mod report;
 mod rows;
 mod runner;
 mod systems;
@@ -18,7 +18,8 @@ use ferry_guest::Cache;
 
 use self::made::Programs;
 use self::rows::Work;
-use self::runner::{Effort, Runner};
+pub use self::runner::Effort;
+use self::runner::Runner;
 use crate::cli::Cli;
 use crate::machine::Machine;
 use crate::progress::Progress;

@@ -366,7 +366,7 @@ impl Runner {
                     let medians = of(Figure::Mount).into_iter();
                     let medians =
                         medians.filter_map(|(name, values)| Some((name, stats::round(stats::median(&values)?))));
-                    line.also.insert("mount_ms", medians.collect());
+                    line.also.insert("mount_ms".into(), medians.collect());
                 }
                 for (system, name) in &names {
                     if let Some(reason) = self.trouble.reason(system, self.effort.runs) {

@@ -1,6 +1,6 @@
 //! The metadata table: large trees in a guest, and the requests per file.
 
-mod report;
+pub mod report;
 
 use std::process::ExitCode;
 use std::time::Duration;

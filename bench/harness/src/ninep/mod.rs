@@ -276,7 +276,7 @@ impl Runner<'_> {
             match self.count(row, *system) {
                 Ok((counts, replies)) => {
                     line.counts.insert(system.name().into(), counts);
-                    line.also.entry("replies_per_receive").or_default().insert(system.name().into(), replies);
+                    line.also.entry("replies_per_receive".into()).or_default().insert(system.name().into(), replies);
                 }
                 Err(error) => line.skip(&format!("{}: counting: {error:#}", system.name())),
             }

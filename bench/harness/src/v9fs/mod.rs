@@ -6,7 +6,7 @@ mod host;
 pub mod link;
 mod messages;
 mod place;
-mod report;
+pub mod report;
 mod rows;
 mod runner;
 mod systems;

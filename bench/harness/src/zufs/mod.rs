@@ -6,7 +6,7 @@ mod curves;
 mod fio;
 mod guest;
 mod load;
-mod report;
+pub mod report;
 mod rows;
 mod runner;
 mod systems;

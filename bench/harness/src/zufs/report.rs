@@ -285,7 +285,7 @@ mod tests {
             let mut line = Line::new("zufs", row, ours.name(), "IOPS", Better::Higher);
             line.fill(&values.iter().map(|(name, value)| ((*name).to_owned(), vec![*value])).collect());
             let latencies = values.iter().map(|(name, value)| ((*name).to_owned(), 1e6 / value)).collect();
-            line.also.insert("latency_us", latencies);
+            line.also.insert("latency_us".into(), latencies);
             line
         };
         vec![

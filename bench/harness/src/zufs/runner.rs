@@ -268,7 +268,7 @@ fn line(step: Step, figure: &str, row: &str, ours: System, systems: &[System], s
         });
         let medians: BTreeMap<String, f64> = medians.collect();
         if !medians.is_empty() {
-            line.also.insert(name, medians);
+            line.also.insert(name.into(), medians);
         }
     }
     line
