@@ -23,7 +23,8 @@ use crate::stats::Better;
 use crate::{earlier, parts, v9fs};
 
 /// What is known of one that is not measured.
-const NYDUS: &str = "nydus: Debian's nydus-snapshotter starts nydusd for each image, and no package has that";
+const NYDUS: &str =
+    "nydus: Debian's nydus-snapshotter starts nydusd for each image, which Debian has not and nothing here builds";
 
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
