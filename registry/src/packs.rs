@@ -76,7 +76,7 @@ impl Packs {
     /// Returns whether the server takes so long to answer that readers should not wait for each round trip; asks it if it has not yet
     /// answered anything.
     pub fn is_far(&self) -> bool {
-        if let Some(latency) = self.remote.latency() {
+        if let Some(latency) = self.latency() {
             return latency > NEAR;
         }
         let blob = match self.known() {
@@ -87,6 +87,16 @@ impl Packs {
         let begun = Instant::now();
         // Who needs more of it learns what is wrong.
         blob.is_some_and(|blob| self.remote.read_part(blob, &(0..1), &mut |_| Ok(())).is_ok()) && begun.elapsed() > NEAR
+    }
+
+    /// Whether they are layers of a container, not packs that were pushed.
+    pub fn are_layers(&self) -> bool {
+        matches!(&*self.known.lock().unwrap_or_else(PoisonError::into_inner), Some(Known::Container(_)))
+    }
+
+    /// Returns the shortest time that the server took to answer, if it was asked.
+    pub fn latency(&self) -> Option<Duration> {
+        self.remote.latency()
     }
 
     /// Fetches the indexes that a store lacks, which somebody will ask for soon. What fails is tried again then.

@@ -310,7 +310,7 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
     pub cache_size: Option<Size>,
 
-    /// Fetch this much in addition to a file that is read: what was built after it. Also for layers:DIR [default: 256K].
+    /// Fetch this much in addition to a file that is read: what was built after it. Also for layers:DIR [default: 256K, and for images up to 2M from a server that answers slowly].
     #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
     pub fetch_ahead: Option<Size>,
 

@@ -73,7 +73,7 @@ pub struct LazyArgs {
     #[arg(long, value_name = "N", requires = "from")]
     #[arg(value_parser = clap::value_parser!(u16).range(..=i64::from(JOBS_MAX)))]
     pub jobs: Option<u16>,
-    /// Fetch this much of the following data together with what is read [default: 256K].
+    /// Fetch this much of the following data together with what is read [default: 256K, and up to 2M from a server that answers slowly].
     #[arg(long, value_name = "SIZE", requires = "from")]
     pub fetch_ahead: Option<Size>,
     /// Allow unencrypted HTTP to other machines.

@@ -16,8 +16,11 @@ const JOBS: u16 = 4;
 /// Additional requests, for readers that wait.
 #[cfg(feature = "registry")]
 const READERS: usize = 16;
-/// The default size in bytes that is fetched together with an object.
+/// The default size in bytes that is fetched together with an object, and for each millisecond that a server takes to answer, up to a
+/// maximum: a request that waits so long should bring that much.
 const AHEAD_BYTES: u64 = 256 << 10;
+#[cfg(feature = "registry")]
+const AHEAD_BYTES_MAX: u64 = 2 << 20;
 
 /// The flags of a registry.
 #[derive(Debug, clap::Args)]
@@ -88,7 +91,7 @@ pub struct Origin {
     /// The number of parallel background requests.
     pub jobs: u16,
     cache_bytes: Option<u64>,
-    ahead_bytes: u64,
+    ahead_bytes: Option<u64>,
     plain_http: bool,
 }
 
@@ -101,8 +104,7 @@ impl Origin {
         ahead_bytes: Option<u64>,
         plain_http: bool,
     ) -> Self {
-        let (jobs, ahead_bytes) = (jobs.unwrap_or(JOBS), ahead_bytes.unwrap_or(AHEAD_BYTES));
-        Self { reference, jobs, cache_bytes, ahead_bytes, plain_http }
+        Self { reference, jobs: jobs.unwrap_or(JOBS), cache_bytes, ahead_bytes, plain_http }
     }
 
     /// Returns the origin of a share with `--from`.
@@ -185,6 +187,8 @@ mod with {
     const MANIFEST: &str = "FERRY_REGISTRY_MANIFEST";
     /// The maximum size of a manifest in bytes, which registries have, too.
     const MANIFEST_BYTES_MAX: u64 = 4 << 20;
+    /// From a server that answers faster, nothing is fetched while a container is being started: that takes its CPU.
+    const IMMEDIATE: Duration = Duration::from_millis(2);
     /// How often the background looks whether it should begin.
     const TICK: Duration = Duration::from_millis(20);
     /// The maximum length of a line on standard input in bytes.
@@ -457,12 +461,23 @@ mod with {
     fn prepare_with(remote: &Arc<Remote>, packs: Arc<Packs>, store: &Path, from: &Origin) -> Result<Prepared> {
         // Background servers change directory.
         let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;
-        let (ahead_bytes, cache_bytes) = (from.ahead_bytes, from.cache_bytes);
+        let (ahead_bytes, cache_bytes) = (from.ahead_bytes.unwrap_or_else(|| ahead_bytes(&packs)), from.cache_bytes);
         let missing = FetchOptions { from: Arc::<Packs>::clone(&packs), ahead_bytes, cache_bytes };
         let jobs = usize::from(from.jobs);
         let (remote, from) = (Arc::clone(remote), Arc::clone(&packs));
         let background: Background = Box::new(move |objects| in_background(objects, jobs, &remote, &from));
         Ok(Prepared { store, packs, missing, background: Some(background).filter(|_| jobs > 0) })
+    }
+
+    /// Returns how long a reader waits for a request, where that is more than what it costs to unpack more than it needs: not for
+    /// layers, which are compressed by gzip.
+    fn round_trip(packs: &Packs) -> Duration {
+        packs.latency().filter(|_| !packs.are_layers()).unwrap_or_default()
+    }
+
+    fn ahead_bytes(packs: &Packs) -> u64 {
+        let bytes = u64::try_from(round_trip(packs).as_millis()).unwrap_or(u64::MAX).saturating_mul(AHEAD_BYTES);
+        bytes.clamp(AHEAD_BYTES, AHEAD_BYTES_MAX)
     }
 
     /// Ends with the process, or when all data is fetched; returns whether it is synced. A failed sync is not repeated: a second
@@ -472,6 +487,9 @@ mod with {
             tracing::debug!("{bad}: it is tried again");
         }
         let waits = !objects.looks_complete() && !packs.is_far();
+        if waits && round_trip(packs) > IMMEDIATE {
+            objects.fetch_until_read();
+        }
         while waits && !objects.should_fetch_all() {
             thread::sleep(TICK);
         }

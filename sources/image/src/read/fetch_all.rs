@@ -74,6 +74,25 @@ impl Objects {
         })
     }
 
+    /// Fetches missing objects with one request at a time, in the order of [`Self::fetch_all`], until the first reader has to wait: a
+    /// program that is being started leaves the network alone for a tenth of a second. What fails is fetched later.
+    pub fn fetch_until_read(&self) {
+        let absent = self.incomplete_packs();
+        let Some((_, first)) = absent.first() else { return };
+        let stop = || first.common.demand.has_readers();
+        let parts: Vec<&dyn FetchableSet> = absent.iter().map(|part| part as &dyn FetchableSet).collect();
+        if let Err(bad) = fetch_each(&parts, 1, &stop, &|_, _| {}) {
+            tracing::debug!("{bad}: it is tried again");
+        }
+    }
+
+    /// Returns the incomplete packs, those first that are needed first.
+    fn incomplete_packs(&self) -> Vec<(&Pack, &PartialPack)> {
+        let mut absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
+        absent.sort_by_key(|(pack, _)| !pack.ahead);
+        absent
+    }
+
     /// Fetches what [`Self::put_first`] has put first, with `jobs` concurrent requests, until done or until `stop` is set.
     ///
     /// # Errors
@@ -82,7 +101,7 @@ impl Objects {
     pub fn fetch_first(&self, jobs: usize, stop: &AtomicBool) -> Result<(), ObjectError> {
         let first = self.first_parts();
         let parts: Vec<&dyn FetchableSet> = first.iter().map(|part| part as &dyn FetchableSet).collect();
-        fetch_each(&parts, jobs, stop, &|_, _| {})
+        fetch_each(&parts, jobs, &|| stop.load(Ordering::Relaxed), &|_, _| {})
     }
 
     /// Fetches all missing objects with `jobs` concurrent requests, until done or until `stop` is set, beginning with
@@ -92,19 +111,19 @@ impl Objects {
     ///
     /// The first object that could not be fetched; fetched ones stay.
     pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &FetchProgress<'_>) -> Result<(), ObjectError> {
+        let is_over = || stop.load(Ordering::Relaxed);
         if let Some((files, absent)) = self.absent_files() {
-            fetch_each(&[&(files, absent)], jobs, stop, progress)?;
+            fetch_each(&[&(files, absent)], jobs, &is_over, progress)?;
             // Including objects that others were fetching.
-            return if stop.load(Ordering::Relaxed) { Ok(()) } else { files.verify_absent(absent) };
+            return if is_over() { Ok(()) } else { files.verify_absent(absent) };
         }
-        let mut absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
-        absent.sort_by_key(|(pack, _)| !pack.ahead);
+        let absent = self.incomplete_packs();
         self.fetch_first(jobs, stop)?;
         let parts: Vec<&dyn FetchableSet> = absent.iter().map(|part| part as &dyn FetchableSet).collect();
-        fetch_each(&parts, jobs, stop, progress)?;
+        fetch_each(&parts, jobs, &is_over, progress)?;
         self.shrink();
         let limit = absent.first().and_then(|(_, absent)| absent.common.limit.as_ref());
-        if stop.load(Ordering::Relaxed) || limit.is_some() {
+        if is_over() || limit.is_some() {
             return Ok(());
         }
         absent.iter().try_for_each(|(pack, _)| (0..pack.len()).try_for_each(|at| pack.verify(at)))
@@ -139,11 +158,11 @@ impl Objects {
     }
 }
 
-/// Fetches objects of all parts, in order, with this many concurrent requests, until one fails or does not fit.
+/// Fetches objects of all parts, in order, with this many concurrent requests, until one fails or does not fit, or it is over.
 fn fetch_each(
     parts: &[&dyn FetchableSet],
     jobs: usize,
-    stop: &AtomicBool,
+    is_over: &(dyn Fn() -> bool + Sync),
     progress: &FetchProgress<'_>,
 ) -> Result<(), ObjectError> {
     let bytes_of = |number: usize, range: Range<usize>| range.map(|at| parts[number].objects().bytes(at)).sum::<u64>();
@@ -151,7 +170,7 @@ fn fetch_each(
     let cursor = Mutex::new((0, 0));
     let (done, failed) = (AtomicU64::new(0), Mutex::new(None));
     let work = || {
-        while !stop.load(Ordering::Relaxed) && lock(&failed).is_none() {
+        while !is_over() && lock(&failed).is_none() {
             let Some((number, range)) = next(parts, &mut lock(&cursor)) else { return };
             match parts[number].fetch(range.clone()) {
                 Ok(true) => {}

@@ -62,6 +62,8 @@ impl RequestTimes {
 #[derive(Debug)]
 pub(crate) struct Demand {
     since: Instant,
+    /// How many have begun to wait.
+    readers: AtomicU64,
     /// In nanoseconds, by all.
     waited: AtomicU64,
     /// When the last one had to wait, in nanoseconds after `since`.
@@ -70,17 +72,24 @@ pub(crate) struct Demand {
 
 impl Demand {
     fn new() -> Self {
-        Self { since: Instant::now(), waited: AtomicU64::new(0), last: AtomicU64::new(0) }
+        let (readers, waited, last) = Default::default();
+        Self { since: Instant::now(), readers, waited, last }
     }
 
     /// Has a reader wait.
     pub(crate) fn wait<T>(&self, work: impl FnOnce() -> T) -> T {
         let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let begun = Instant::now();
+        self.readers.fetch_add(1, Ordering::Relaxed);
         let found = work();
         self.waited.fetch_add(nanoseconds(begun.elapsed()), Ordering::Relaxed);
         self.last.fetch_max(nanoseconds(self.since.elapsed()), Ordering::Relaxed);
         found
+    }
+
+    /// Whether any reader had to wait.
+    pub(crate) fn has_readers(&self) -> bool {
+        self.readers.load(Ordering::Relaxed) > 0
     }
 
     /// Returns how long readers have waited, and how long none has.
