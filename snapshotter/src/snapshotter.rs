@@ -184,6 +184,10 @@ impl Snapshotter {
     /// [`Error::NotFound`], or its directory cannot be read.
     pub fn usage(&self, key: &str) -> Result<Usage> {
         let record = self.metadata.get(key)?;
+        self.usage_of(&record).map_err(|error| self.failure(key, &record, error))
+    }
+
+    fn usage_of(&self, record: &Record) -> Result<Usage> {
         if let Some(remote) = &record.remote {
             return self.lazy.usage(remote);
         }
@@ -204,8 +208,17 @@ impl Snapshotter {
             return Err(Error::FailedPrecondition(format!("snapshot {key} is committed, and has no mounts")));
         }
         self.check_not_applied(key, &record)?;
-        let lower = self.lower(&record.parent, record.on_merged)?;
-        self.mounts_of(&record, &lower)
+        let mounts = self.lower(&record.parent, record.on_merged).and_then(|lower| self.mounts_of(&record, &lower));
+        mounts.map_err(|error| self.failure(key, &record, error))
+    }
+
+    /// Returns the error of a call, or [`Error::NotFound`] if its snapshot was removed or committed meanwhile.
+    fn failure(&self, key: &str, record: &Record, error: Error) -> Error {
+        match self.metadata.get(key) {
+            Ok(found) if found.id == record.id => error,
+            Ok(_) | Err(Error::NotFound(_)) => Error::NotFound(key.into()),
+            Err(_) => error,
+        }
     }
 
     /// Adds a snapshot that can be written to; returns its mounts. If labels name a layer of an image that is read before it is here, a
@@ -279,7 +292,9 @@ impl Snapshotter {
         if self.metadata.get(&key).is_ok() {
             return Err(Error::AlreadyExists(key));
         }
-        let lower = self.lower(&parent, self.merges && !is_unpacked(&key, &labels))?;
+        // The parent is not removed before this snapshot is based on it.
+        let held = self.keys.hold(&parent);
+        let lower = self.lower_held(&parent, self.merges && !is_unpacked(&key, &labels))?;
         if lower.len() >= LAYERS_MAX {
             return Err(too_deep(&key));
         }
@@ -293,6 +308,7 @@ impl Snapshotter {
         let on_merged = lower.iter().any(|path| path.ends_with(MERGED));
         let record = Record { on_merged, ..Record::new(kind, &parent, labels) };
         let record = self.metadata.insert(&key, record, create)?;
+        drop(held);
         let mounts = self.mounts_of(&record, &lower);
         if mounts.is_err() {
             log_failure(self.remove(&key));
@@ -303,6 +319,12 @@ impl Snapshotter {
     /// Returns the directories of a committed snapshot and those below it, nearest first, or one that shows them all. Mounts their
     /// images.
     pub(crate) fn lower(&self, name: &str, may_merge: bool) -> Result<Vec<PathBuf>> {
+        let _held = self.keys.hold(name);
+        self.lower_held(name, may_merge)
+    }
+
+    /// As [`Self::lower`], while the name is held: the snapshot is not removed, and its layers are merged once.
+    fn lower_held(&self, name: &str, may_merge: bool) -> Result<Vec<PathBuf>> {
         let chain = self.metadata.chain(name)?;
         if may_merge && let Some(merged) = self.merged(&chain) {
             return Ok(vec![merged]);
@@ -327,13 +349,10 @@ impl Snapshotter {
 
     /// Returns the directory that shows all of a chain, if there can be one.
     fn merged(&self, chain: &[(String, Record)]) -> Option<PathBuf> {
-        let (name, _) = chain.first().filter(|_| (2..LAYERS_MAX).contains(&chain.len()))?;
+        let (name, record) = chain.first().filter(|_| (2..LAYERS_MAX).contains(&chain.len()))?;
         let images = chain.iter().map(|(_, record)| Some((record.id, record.image.as_ref()?)));
         let images = images.collect::<Option<Vec<_>>>()?;
-        // Two starts from one image.
-        let _held = self.keys.hold(name);
-        let digest = self.metadata.get(name).ok()?.merged;
-        self.layers.merged(&images, &digest, |digest| self.metadata.set_merged(name, digest).map(drop))
+        self.layers.merged(&images, &record.merged, |digest| self.metadata.set_merged(name, digest).map(drop))
     }
 
     fn mounts_of(&self, record: &Record, lower: &[PathBuf]) -> Result<Vec<Mount>> {

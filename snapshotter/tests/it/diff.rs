@@ -22,8 +22,8 @@ use crate::toc_layers::{Layer, sha256};
 use crate::tree::Change::{Dir, Fifo, File, Link, Owner, Symlink};
 use crate::tree::{apply, look};
 
-const GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
-const PLAIN: &str = "application/vnd.oci.image.layer.v1.tar";
+pub const GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
+pub const PLAIN: &str = "application/vnd.oci.image.layer.v1.tar";
 const BLOBS: &str = "io.containerd.content.v1.content/blobs/sha256";
 
 /// Starts with the root of a containerd, which has an empty content store in `c-root`.
@@ -143,16 +143,19 @@ pub fn layers(folder: &Path) -> Vec<Layer> {
 }
 
 /// The call that unpacks a layer, whose blob is in the content store then.
-fn request(server: &Server, layer: &Layer, mounts: &[Mount]) -> ApplyRequest {
+pub fn request(server: &Server, layer: &Layer, mounts: &[Mount]) -> ApplyRequest {
     let digest = sha256(&layer.blob);
     let blobs = server.folder.path().join("c-root").join(BLOBS);
-    fs::write(blobs.join(digest.strip_prefix("sha256:").unwrap()), &layer.blob).unwrap();
+    let blob = blobs.join(digest.strip_prefix("sha256:").unwrap());
+    if !blob.exists() {
+        fs::write(blob, &layer.blob).unwrap();
+    }
     let (media_type, size) = (layer.media_type.into(), i64::try_from(layer.blob.len()).unwrap());
     let diff = Some(Descriptor { media_type, digest, size, ..Descriptor::default() });
     ApplyRequest { diff, mounts: mounts.to_vec(), ..ApplyRequest::default() }
 }
 
-fn send(client: &mut Client, request: ApplyRequest) -> Answer<Descriptor> {
+pub fn send(client: &mut Client, request: ApplyRequest) -> Answer<Descriptor> {
     let response: ApplyResponse = client.call(&format!("{DIFF_SERVICE}Apply"), request)?;
     Ok(response.applied.expect("a response has it"))
 }
@@ -172,7 +175,7 @@ fn unpack(server: &Server, client: &mut Client, layers: &[Layer]) {
 }
 
 /// What is in the directories of active snapshots beside overlayfs's, and in the store.
-fn left(server: &Server) -> Vec<String> {
+pub fn left(server: &Server) -> Vec<String> {
     let list = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let ids = list(&server.root().join("snapshots"));
     let files = ids.flat_map(|id| list(&id).collect::<Vec<_>>()).chain(list(&server.root().join("store/packs")));

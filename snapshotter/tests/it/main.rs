@@ -28,6 +28,7 @@ mod lazy_order;
 mod lazy_place;
 mod merged;
 mod metadata;
+mod removed;
 mod server;
 mod suite;
 mod survives;
