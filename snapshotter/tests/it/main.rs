@@ -29,6 +29,7 @@ mod lazy_place;
 mod merged;
 mod metadata;
 mod removed;
+mod restarted;
 mod server;
 mod suite;
 mod survives;
