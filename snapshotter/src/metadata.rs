@@ -10,12 +10,14 @@
 //! a directory without a record is garbage.
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::RwLock;
 
 use ferry_vfs::sync::{read, write};
 use prost::Message;
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
+use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::api::{Info, Kind, Labels, Timestamp};
 use crate::error::{Error, Result};
@@ -29,6 +31,8 @@ const NEXT_ID: &str = "next id";
 pub const LAYERS_MAX: usize = 500;
 /// The memory for pages of the database. It is small: a thousand snapshots take about 1 MB.
 const CACHE_BYTES: usize = 4 << 20;
+/// The space that is taken beyond twice the size of the database, in bytes.
+const RESERVE_BYTES: u64 = 64 << 10;
 
 /// A snapshot.
 #[derive(Clone, PartialEq, Eq, Message)]
@@ -172,6 +176,7 @@ impl Metadata {
             let mut closed = write(&self.database);
             if closed.is_none() {
                 *closed = Some(Database::builder().set_cache_size(CACHE_BYTES).create(&self.path)?);
+                self.reserve();
             }
         };
         if let Err(Error::Metadata(error)) = &outcome
@@ -180,6 +185,18 @@ impl Metadata {
             *write(&self.database) = None;
         }
         outcome
+    }
+
+    /// Takes space on the disk for the next changes: removing a snapshot from a full disk is one, too.
+    fn reserve(&self) {
+        let reserved = File::options().write(true).open(&self.path).and_then(|file| {
+            // The library doubles the file when it grows.
+            let bytes = 2 * file.metadata()?.len() + RESERVE_BYTES;
+            Ok(fallocate(&file, FallocateFlags::KEEP_SIZE, 0, bytes)?)
+        });
+        if let Err(error) = reserved {
+            tracing::debug!("no space is reserved for {}: {error}", self.path.display());
+        }
     }
 
     /// Returns a snapshot.
@@ -236,6 +253,7 @@ impl Metadata {
     ///
     /// As [`Self::for_each`].
     pub fn with_ids<T>(&self, call: impl FnOnce(&BTreeSet<u64>) -> Result<T>) -> Result<T> {
+        self.reserve();
         self.with(|database| {
             let transaction = database.begin_write()?;
             let mut ids = BTreeSet::new();

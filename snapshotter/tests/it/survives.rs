@@ -223,13 +223,17 @@ fn a_full_disk_is_an_error_until_there_is_space() {
     client.commit("base", "base-a").unwrap();
     let filler = server.root().join("filler");
     let mut acknowledged = 0;
-    for round in 0..5 {
+    for round in 0..3 {
         let mut file = fs::File::create(&filler).unwrap();
         while std::io::Write::write(&mut file, &[1; 65536]).is_ok() {}
         let mut failures = 0;
-        for number in 0..50 {
-            let label = ("label".to_owned(), "x".repeat(3000));
-            match client.prepare_with(&format!("{round}-{number}"), "base", [label].into()) {
+        // Some space is reserved for the metadata.
+        for number in 0.. {
+            if number >= 20 && failures > 0 {
+                break;
+            }
+            let labels = (0..12).map(|label| (format!("label-{label}"), "x".repeat(3000)));
+            match client.prepare_with(&format!("{round}-{number}"), "base", labels.collect()) {
                 Ok(_) => acknowledged += 1,
                 Err(error) => {
                     assert!(matches!(error.code(), Code::Internal), "{error}");
@@ -237,7 +241,6 @@ fn a_full_disk_is_an_error_until_there_is_space() {
                 }
             }
         }
-        assert!(failures > 0, "it was full");
         // A program that another test is just starting may have the file open, too.
         file.set_len(0).unwrap();
         fs::remove_file(&filler).unwrap();
