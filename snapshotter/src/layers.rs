@@ -6,7 +6,8 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
+use std::iter::successors;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,7 +45,7 @@ pub struct Layers {
     recording: RwLock<()>,
     /// Whether the store may have packs without an image.
     has_garbage: AtomicBool,
-    /// Layers that cannot be merged with those below: it is not tried again before the next start.
+    /// Layers that cannot be merged with those below, although there was space: it is not tried again before the next start.
     not_merged: Mutex<BTreeSet<u64>>,
 }
 
@@ -127,7 +128,7 @@ impl Layers {
         self.unmount(id)?;
         let path = self.folders.image(id);
         match fs::remove_file(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             removed => removed.doing("remove", path),
         }
     }
@@ -168,7 +169,9 @@ impl Layers {
         });
         made.inspect_err(|error| {
             tracing::warn!("layers {id} and below are not merged, but stacked by overlayfs: {}", told(error));
-            lock(&self.not_merged).insert(id);
+            if !may_pass(error) {
+                lock(&self.not_merged).insert(id);
+            }
         })
         .ok()
     }
@@ -191,7 +194,7 @@ impl Layers {
             let store = Store::open(&self.folders.store())?;
             let packs: Vec<PathBuf> = image.packs().iter().map(|pack| store.pack_path(pack.name)).collect();
             match fs::create_dir(&at) {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error).doing("create", &at)?,
+                Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error).doing("create", &at)?,
                 _ => erofs::mount(&image, path, &packs, &at)?,
             }
         }
@@ -326,6 +329,13 @@ pub fn unmount_in(folder: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Whether a failure says nothing of the layers: the disk was full.
+fn may_pass(error: &Error) -> bool {
+    let is_full = |error: &io::Error| matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+    let mut causes = successors(Some(error as &dyn std::error::Error), |error| error.source());
+    matches!(error, Error::Metadata(_)) || causes.any(|error| error.downcast_ref().is_some_and(is_full))
+}
+
 /// Returns the digest in the record of an image.
 fn digest_of(image: &Path, recorded: &str) -> Result<Digest> {
     Digest::parse(recorded.as_bytes()).ok_or_else(|| {
@@ -344,7 +354,7 @@ fn probe(folders: &Folders, images: bool) -> Result<()> {
     let clean = || {
         erofs::unmount_all(&at)?;
         match fs::remove_dir_all(&folder) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             removed => removed.doing("remove", &folder),
         }
     };

@@ -28,12 +28,18 @@ const BLOBS: &str = "io.containerd.content.v1.content/blobs/sha256";
 
 /// Starts with the root of a containerd, which has an empty content store in `c-root`.
 pub fn start(images: &'static str, containerd_root: &str) -> Option<Server> {
+    start_with(images, containerd_root, |_| {})
+}
+
+/// The same; a function prepares the root.
+pub fn start_with(images: &'static str, containerd_root: &str, prepare: impl FnOnce(&Path)) -> Option<Server> {
     can_mount().then(|| {
         let mut server = Server::start_with(images, |root| {
             let folder = root.parent().expect("it is in a folder");
             fs::create_dir_all(folder.join("c-root").join(BLOBS)).expect("it can be made");
             fs::write(folder.join("more.toml"), format!("containerd-root = {containerd_root:?}\n"))
                 .expect("it can be written");
+            prepare(root);
         });
         drop(server.client());
         server

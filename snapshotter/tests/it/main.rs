@@ -18,6 +18,7 @@ mod cri;
 mod cri_guest;
 mod diff;
 mod diff_containerd;
+mod full_disk;
 mod images;
 mod kata;
 mod lazy;

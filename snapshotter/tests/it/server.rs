@@ -171,6 +171,21 @@ pub fn in_memory(root: &Path) {
     mount("tmpfs", root, "tmpfs", MountFlags::empty(), c"size=64m").expect("root may mount");
 }
 
+/// Puts a small ext4 on a root; whether that is possible.
+pub fn on_small_disk(root: &Path) -> bool {
+    let image = root.with_file_name("disk");
+    fs::File::create(&image).and_then(|file| file.set_len(64 << 20)).expect("it can be made");
+    let run = |program: &str, words: &[&str], at: &[&Path]| {
+        let status = Command::new(program).args(words).args(at).stdout(Stdio::null()).status();
+        status.is_ok_and(|status| status.success())
+    };
+    let is_mounted = run("mkfs.ext4", &["-q", "-m", "0"], &[&image]) && run("mount", &["-o", "loop"], &[&image, root]);
+    if !is_mounted {
+        ferry_skip::skip!("no ext4 can be mounted here (root, mkfs.ext4, loop devices)");
+    }
+    is_mounted
+}
+
 /// A mount that ends when this is dropped.
 pub struct Mounted(pub TempDir);
 

@@ -1,0 +1,171 @@
+//! A full disk while layers become images.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use ferry_snapshotter::api::Mount;
+use rustix::fs::{FallocateFlags, fallocate, syncfs};
+use tonic::Code;
+
+use crate::client::Client;
+use crate::diff::{GZIP, archive, gzip, layer, left, request, send, start_with};
+use crate::lazy_place::noise;
+use crate::server::{Mounted, Server, on_small_disk};
+
+/// The size of what becomes an image, in bytes.
+const BYTES: usize = 2 << 20;
+/// How much of the disk is free, in KiB: each fails elsewhere.
+const ROOMS: [u64; 8] = [0, 4, 16, 64, 512, 2048, 2080, 2200];
+
+/// A program on a small disk, or `None`, and the test is skipped.
+fn server() -> Option<Server> {
+    let mut can = false;
+    let server = start_with("auto", "c-root", |root| can = on_small_disk(root));
+    server.filter(|_| can)
+}
+
+/// A file that takes almost all of the disk, until this is dropped.
+struct Filler(PathBuf);
+
+impl Filler {
+    fn leaving(root: &Path, room_kib: u64) -> Self {
+        let [filler, reserve] = ["filler", "reserve"].map(|name| root.join(name));
+        let allocate = |file: &fs::File, at, length| fallocate(file, FallocateFlags::empty(), at, length);
+        allocate(&fs::File::create(&reserve).unwrap(), 0, (room_kib << 10).max(1)).unwrap();
+        let file = fs::File::create(&filler).unwrap();
+        let mut at = 0;
+        for length in [1 << 24, 1 << 20, 1 << 16, 1 << 12] {
+            while allocate(&file, at, length).is_ok() {
+                at += length;
+            }
+        }
+        fs::remove_file(reserve).unwrap();
+        syncfs(file).unwrap();
+        Self(filler)
+    }
+}
+
+impl Drop for Filler {
+    fn drop(&mut self) {
+        // A program that another test is just starting may have it open, too.
+        fs::File::create(&self.0).and_then(|_| fs::remove_file(&self.0)).unwrap();
+    }
+}
+
+fn is_right(client: &mut Client, name: &str, expected: &[u8]) {
+    let mounted = Mounted::of(&client.view("view", name).unwrap());
+    assert!(fs::read(mounted.path().join("file")).unwrap() == expected);
+    drop(mounted);
+    client.remove("view").unwrap();
+}
+
+/// Removes a layer, after which nothing may be there.
+fn remove(server: &Server, client: &mut Client, name: &str) {
+    client.remove(name).unwrap();
+    client.cleanup().unwrap();
+    assert_eq!(left(server), [""; 0]);
+    for folder in ["snapshots", "trash"] {
+        assert_eq!(fs::read_dir(server.root().join(folder)).unwrap().count(), 0, "{folder}");
+    }
+}
+
+#[test]
+fn a_commit_on_a_full_disk_is_done_or_can_be_repeated() {
+    let Some(mut server) = server() else { return };
+    let (mut client, bytes) = (server.client(), noise(3, BYTES));
+    for room in ROOMS {
+        let mounts = client.prepare("key", "").unwrap();
+        fs::write(Path::new(&mounts[0].source).join("file"), &bytes).unwrap();
+        let filler = Filler::leaving(&server.root(), room);
+        let committed = client.commit("layer", "key");
+        let done = client.stat("layer").map(drop);
+        assert_eq!(committed.clone().map_err(|error| error.code()), done.map_err(|_| Code::Internal), "{committed:?}");
+        drop(filler);
+        if committed.is_err() {
+            client.commit("layer", "key").unwrap();
+        }
+        is_right(&mut client, "layer", &bytes);
+        // This makes room.
+        let filler = Filler::leaving(&server.root(), 0);
+        remove(&server, &mut client, "layer");
+        fs::write(server.root().join("file"), &bytes).unwrap();
+        fs::remove_file(server.root().join("file")).unwrap();
+        drop(filler);
+    }
+}
+
+#[test]
+fn a_layer_that_did_not_fit_is_unpacked_when_there_is_room() {
+    let Some(mut server) = server() else { return };
+    let (mut client, bytes) = (server.client(), noise(4, BYTES));
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("file"), &bytes).unwrap();
+    let plain = archive(folder.path(), &[], &["file"]);
+    let layer = layer(plain.clone(), gzip(&plain), GZIP);
+    let mut failures = 0;
+    for room in ROOMS {
+        let mounts = client.prepare("key", "").unwrap();
+        let call = request(&server, &layer, &mounts);
+        let filler = Filler::leaving(&server.root(), room);
+        if let Err(error) = send(&mut client, call.clone()) {
+            assert_eq!(error.code(), Code::Internal, "{error}");
+            failures += 1;
+            client.cleanup().unwrap();
+            assert_eq!(left(&server), ["filler"; 0]);
+            drop(filler);
+            send(&mut client, call).unwrap();
+        }
+        client.commit("layer", "key").unwrap();
+        is_right(&mut client, "layer", &bytes);
+        remove(&server, &mut client, "layer");
+    }
+    assert!(failures > 3, "{failures}");
+}
+
+fn lower(mounts: &[Mount]) -> usize {
+    let lower = mounts[0].options.iter().find_map(|option| option.strip_prefix("lowerdir=")).unwrap();
+    lower.split(':').count()
+}
+
+#[test]
+fn layers_are_merged_when_there_is_room_again() {
+    let Some(mut server) = server() else { return };
+    let mut client = server.client();
+    let mut parent = "";
+    for (number, name) in (0..).zip(["one", "two", "three"]) {
+        let key = format!("extract-{name}");
+        let mounted = Mounted::of(&client.prepare(&key, parent).unwrap());
+        for file in 0..300 {
+            fs::write(mounted.path().join(format!("{name}-{file}")), noise(number, 1000)).unwrap();
+        }
+        drop(mounted);
+        client.commit(name, &key).unwrap();
+        parent = name;
+    }
+    if !server.root().join("snapshots/3/layer").exists() {
+        return ferry_skip::skip!("this kernel does not mount images from files");
+    }
+    let mut stacked = 0;
+    for room in [0, 16, 64, 256, 512] {
+        let filler = Filler::leaving(&server.root(), room);
+        match client.prepare("container", "three") {
+            Ok(mounts) => {
+                stacked += usize::from(lower(&mounts) == 3);
+                assert_eq!(fs::read_dir(Mounted::of(&mounts).path()).unwrap().count(), 900);
+                client.remove("container").unwrap();
+            }
+            Err(error) => assert_eq!(error.code(), Code::Internal, "{error}"),
+        }
+        drop(filler);
+    }
+    assert!(stacked > 0);
+    let mounts = client.prepare("container", "three").unwrap();
+    assert_eq!(lower(&mounts), 1, "{mounts:?}");
+    assert_eq!(fs::read_dir(Mounted::of(&mounts).path()).unwrap().count(), 900);
+    client.remove("container").unwrap();
+    client.cleanup().unwrap();
+    let top = fs::read_dir(server.root().join("snapshots/3")).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<_> = top.collect();
+    names.sort_unstable();
+    assert_eq!(names, ["image", "layer", "merged", "merged-image"]);
+}
