@@ -11,6 +11,7 @@ mod servers;
 mod toc_layers;
 
 mod client;
+mod clocks;
 mod concurrent;
 mod containerd;
 mod control;
