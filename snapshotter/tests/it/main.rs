@@ -30,6 +30,7 @@ mod lazy_order;
 mod lazy_place;
 mod merged;
 mod metadata;
+mod oddities;
 mod removed;
 mod restarted;
 mod server;

@@ -20,7 +20,7 @@ use crate::server::{Mounted, Server};
 
 /// An entry of a tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Facts {
+pub struct Facts {
     mode: u32,
     owner: (u32, u32),
     device: u64,
@@ -33,7 +33,7 @@ struct Facts {
 }
 
 /// Everything in a tree, by path.
-fn facts(root: &Path) -> BTreeMap<PathBuf, Facts> {
+pub fn facts(root: &Path) -> BTreeMap<PathBuf, Facts> {
     let (mut seen, mut inodes) = (BTreeMap::new(), BTreeMap::new());
     let mut left = vec![PathBuf::new()];
     while let Some(below) = left.pop() {
@@ -77,7 +77,7 @@ fn facts(root: &Path) -> BTreeMap<PathBuf, Facts> {
 }
 
 /// Fails with what differs. Of the root, times do not count: a container has its own.
-fn same(root: &Path, expected: &BTreeMap<PathBuf, Facts>, what: &str) {
+pub fn same(root: &Path, expected: &BTreeMap<PathBuf, Facts>, what: &str) {
     let found = facts(root);
     for path in found.keys().chain(expected.keys()) {
         let [one, other] = [&found, expected].map(|tree| {
@@ -129,11 +129,11 @@ fn links_are_counted(root: &Path) {
     }
 }
 
-fn set(path: &Path, name: &str, value: &[u8]) {
+pub fn set(path: &Path, name: &str, value: &[u8]) {
     lsetxattr(path, name, value, XattrFlags::empty()).unwrap_or_else(|error| panic!("{name}: {error}"));
 }
 
-fn node(path: &Path, kind: FileType, device: u64) {
+pub fn node(path: &Path, kind: FileType, device: u64) {
     mknodat(CWD, path, kind, Mode::from_raw_mode(0o640), device).unwrap();
 }
 
