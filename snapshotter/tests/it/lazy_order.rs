@@ -200,6 +200,40 @@ fn what_a_container_opened_is_fetched_first_at_its_next_start() {
     }
 }
 
+/// Its folder has its id, as containerd's have.
+#[test]
+fn a_container_that_runs_is_recorded_by_its_id_or_the_beginning_of_it() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::configured(layers(".prefetch.landmark", "runs"), 1, "");
+    let mut client = place.server.client();
+    place.pull(&mut client);
+    let id = sha256(place.manifest.as_bytes()).split_off("sha256:".len());
+    let (short, rest) = id.split_at(8);
+    let mounts = client.prepare("container", &place.top()).unwrap();
+    let mounted = Mounted::named(&id, &mounts);
+    let twin = Mounted::named(&format!("{short}{}", &rest[1..]), &client.prepare("twin", &place.top()).unwrap());
+    let (succeeded, said) = Recorder::start(short).ended();
+    assert!(!succeeded && said.contains("name more of it"), "{said}");
+    drop((twin, mounted));
+    let list = place.server.root().join("traces").join(place.manifest.strip_prefix("sha256:").unwrap());
+    for name in [&*id, short] {
+        let mounted = Mounted::named(&id, &mounts);
+        let read = |name: &str| drop(fs::read(mounted.path().join(name)).unwrap());
+        read("other");
+        let mut recorder = Recorder::start(name);
+        recorder.records();
+        read("small");
+        read("below");
+        drop(mounted);
+        let said = recorder.end();
+        assert!(said.contains("2 files in "), "{said}");
+        assert_eq!(fs::read_to_string(&list).unwrap(), "/small\n/below\n", "{name}");
+        fs::remove_file(&list).unwrap();
+    }
+}
+
 /// awslabs/soci-snapshotter issue 87, containerd/stargz-snapshotter pull requests 47 and 2216: readers, or the start, waited for it.
 #[test]
 fn nobody_waits_for_what_is_fetched_first() {

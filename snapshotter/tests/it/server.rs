@@ -192,7 +192,16 @@ pub struct Mounted(pub TempDir);
 impl Mounted {
     /// Makes mounts as containerd does.
     pub fn of(mounts: &[Mount]) -> Self {
-        let folder = tempfile::Builder::new().prefix("ferry-mounted.").tempdir_in(FOLDER).expect("it can be made");
+        Self::on(tempfile::Builder::new().prefix("ferry-mounted.").tempdir_in(FOLDER).expect("it can be made"), mounts)
+    }
+
+    /// The same on a folder of this name.
+    pub fn named(name: &str, mounts: &[Mount]) -> Self {
+        let folder = tempfile::Builder::new().prefix(name).rand_bytes(0).tempdir_in(FOLDER);
+        Self::on(folder.expect("it can be made"), mounts)
+    }
+
+    fn on(folder: TempDir, mounts: &[Mount]) -> Self {
         let [mount] = mounts else { panic!("one mount is enough: {mounts:?}") };
         match &*mount.r#type {
             "bind" => bind(mount, folder.path()),
