@@ -169,3 +169,18 @@ fn layers_are_merged_when_there_is_room_again() {
     names.sort_unstable();
     assert_eq!(names, ["image", "layer", "merged", "merged-image"]);
 }
+
+/// Directories are moved before they are removed, which needs space, too.
+#[test]
+fn a_wide_directory_is_removed_from_a_full_disk() {
+    let Some(mut server) = server() else { return };
+    let mut client = server.client();
+    let mounts = client.prepare("key", "").unwrap();
+    for number in 0..1000 {
+        let folder = Path::new(&mounts[0].source).join(number.to_string());
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("file"), "some").unwrap();
+    }
+    let _filler = Filler::leaving(&server.root(), 0);
+    remove(&server, &mut client, "key");
+}
