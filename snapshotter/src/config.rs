@@ -33,6 +33,8 @@ pub struct LazyConfig {
     pub credentials: Option<PathBuf>,
     /// The number of requests in parallel that fetch the rest of an image; 0: only what is read is fetched.
     pub jobs: u16,
+    /// With at most so many bytes per second, together with what is read, which never waits; otherwise without a limit.
+    pub fetch_rate: Option<std::num::NonZeroU64>,
     /// How often in a row the process that fetches an image is started again when it is killed.
     pub restarts: u32,
     /// The program `ferry`; otherwise the one beside this program, or on the path.
@@ -49,6 +51,7 @@ impl Default for LazyConfig {
             hosts: vec!["/etc/containerd/certs.d".into()],
             credentials: None,
             jobs: 4,
+            fetch_rate: None,
             restarts: 10,
             program: None,
         }
@@ -125,6 +128,7 @@ mod tests {
             ("rot = 1", "unknown field"),
             ("[lazy]\nfrom = 1", "invalid type"),
             ("[lazy]\nrot = 1", "unknown field"),
+            ("[lazy]\nfetch-rate = 0", "expected a nonzero u64"),
             ("images = 'maybe'", "unknown variant"),
             ("root = 1", "invalid type"),
         ] {

@@ -79,6 +79,7 @@ impl Share {
             (self.jobs.is_some(), "jobs"),
             (self.cache_size.is_some() && !matches!(kind, Kind::Ninep(_)), "cache-size"),
             (self.fetch_ahead.is_some() && !has_layers, "fetch-ahead"),
+            (self.fetch_rate.is_some(), "fetch-rate"),
             (self.plain_http && !has_layers, "plain-http"),
         ];
         if let (None, Some(flag)) = (&self.from, given(&of_registries)) {

@@ -314,6 +314,10 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
     pub fetch_ahead: Option<Size>,
 
+    /// Fetch the rest with at most so many bytes per second, together with what is read, which never waits.
+    #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
+    pub fetch_rate: Option<Size>,
+
     /// Allow unencrypted HTTP to other machines. Also for layers:DIR.
     #[arg(long, help_heading = "For image:PATH")]
     pub plain_http: bool,

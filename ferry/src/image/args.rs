@@ -76,6 +76,9 @@ pub struct LazyArgs {
     /// Fetch this much of the following data together with what is read [default: 256K, and up to 2M from a server that answers slowly].
     #[arg(long, value_name = "SIZE", requires = "from")]
     pub fetch_ahead: Option<Size>,
+    /// Fetch the rest with at most so many bytes per second, together with what is read, which never waits.
+    #[arg(long, value_name = "SIZE", requires = "from")]
+    pub fetch_rate: Option<Size>,
     /// Allow unencrypted HTTP to other machines.
     #[arg(long, requires = "from")]
     pub plain_http: bool,
@@ -100,6 +103,9 @@ impl LazyArgs {
         }
         if let Some(Size(bytes)) = self.fetch_ahead {
             words.extend(["--fetch-ahead".into(), bytes.to_string().into()]);
+        }
+        if let Some(Size(bytes)) = self.fetch_rate {
+            words.extend(["--fetch-rate".into(), bytes.to_string().into()]);
         }
         let flags = [(self.plain_http, "--plain-http"), (self.foreground, "--foreground")];
         words.extend(flags.into_iter().filter(|(is_given, _)| *is_given).map(|(_, flag)| flag.into()));

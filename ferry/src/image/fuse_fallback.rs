@@ -113,11 +113,11 @@ mod tests {
     #[test]
     fn the_same_is_asked_of_our_own_mount() {
         let digest = format!("blake3:{}", "0".repeat(64));
-        let line = "mount a.img /mnt --store s --from oci:h/n:1 --jobs 0 --fetch-ahead 1M --plain-http --foreground -o suid,nodev --digest";
+        let line = "mount a.img /mnt --store s --from oci:h/n:1 --jobs 0 --fetch-ahead 1M --fetch-rate 2M --plain-http --foreground -o suid,nodev --digest";
         let args = Line::parse_from(line.split(' ').chain([digest.as_str()])).args;
         let expected = format!(
             "mount image:a.img /mnt --store s --digest {digest} --cache always -o suid,nodev --from oci:h/n:1 --jobs 0 --fetch-ahead 1048576 \
-             --plain-http --foreground --nonempty"
+             --fetch-rate 2097152 --plain-http --foreground --nonempty"
         );
         let mut found = words(&args);
         found.retain(|word| word != "--allow-other" && word != "--allow-idmap");

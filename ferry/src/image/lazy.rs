@@ -19,7 +19,7 @@ use signal_hook::iterator::Signals;
 
 use super::args::LazyArgs;
 use super::mount::{MountArgs, attach};
-use super::registry::{self, Background, ImageObjects, Origin};
+use super::registry::{self, Background, ImageObjects, JOBS, Origin};
 use super::watch::{KernelMountError, Watch, wait_for_unmount};
 use crate::background::{self, Terminal};
 use crate::control;
@@ -31,8 +31,14 @@ use crate::size::Size;
 const THREADS_MIN: usize = 4;
 
 /// Returns where the data comes from.
-fn origin(LazyArgs { from, jobs, fetch_ahead, plain_http, .. }: &LazyArgs) -> Option<Origin> {
-    Some(Origin::new(from.clone()?, *jobs, None, fetch_ahead.map(|Size(bytes)| bytes), *plain_http))
+fn origin(args: &LazyArgs) -> Option<Origin> {
+    let bytes = |size: Option<Size>| size.map(|Size(bytes)| bytes);
+    Some(Origin {
+        jobs: args.jobs.unwrap_or(JOBS),
+        ahead_bytes: bytes(args.fetch_ahead),
+        bytes_per_second: bytes(args.fetch_rate),
+        ..Origin::new(args.from.clone()?, args.plain_http)
+    })
 }
 
 /// Pulls an image for ferry-snapshotter, and returns the flags that mount it when that is wanted.

@@ -12,7 +12,7 @@ use crate::flags::{ImageDigest, JOBS_MAX, Share};
 use crate::size::Size;
 
 /// The default number of parallel requests.
-const JOBS: u16 = 4;
+pub const JOBS: u16 = 4;
 /// Additional requests, for readers that wait.
 #[cfg(feature = "registry")]
 const READERS: usize = 16;
@@ -87,31 +87,34 @@ pub struct ConvertArgs {
 /// Where the data of an image comes from, and how it is fetched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
-    reference: String,
+    pub reference: String,
     /// The number of parallel background requests.
     pub jobs: u16,
-    cache_bytes: Option<u64>,
-    ahead_bytes: Option<u64>,
-    plain_http: bool,
+    /// How much is kept, in bytes; `None`: all.
+    pub cache_bytes: Option<u64>,
+    /// How much is fetched together with what is read, in bytes; `None`: it depends on the server.
+    pub ahead_bytes: Option<u64>,
+    /// Before the background fetches more; `None`: no limit.
+    pub bytes_per_second: Option<u64>,
+    pub plain_http: bool,
 }
 
 impl Origin {
-    /// Uses defaults for `None`.
-    pub fn new(
-        reference: String,
-        jobs: Option<u16>,
-        cache_bytes: Option<u64>,
-        ahead_bytes: Option<u64>,
-        plain_http: bool,
-    ) -> Self {
-        Self { reference, jobs: jobs.unwrap_or(JOBS), cache_bytes, ahead_bytes, plain_http }
+    /// Creates an origin whose data are fetched as is usual.
+    pub fn new(reference: String, plain_http: bool) -> Self {
+        Self { reference, jobs: JOBS, cache_bytes: None, ahead_bytes: None, bytes_per_second: None, plain_http }
     }
 
     /// Returns the origin of a share with `--from`.
     pub fn of(share: &Share) -> Option<Self> {
         let bytes = |size: Option<Size>| size.map(|Size(bytes)| bytes);
-        let (cache, ahead) = (bytes(share.cache_size), bytes(share.fetch_ahead));
-        Some(Self::new(share.from.clone()?, share.jobs, cache, ahead, share.plain_http))
+        Some(Self {
+            jobs: share.jobs.unwrap_or(JOBS),
+            cache_bytes: bytes(share.cache_size),
+            ahead_bytes: bytes(share.fetch_ahead),
+            bytes_per_second: bytes(share.fetch_rate),
+            ..Self::new(share.from.clone()?, share.plain_http)
+        })
     }
 }
 
@@ -458,14 +461,17 @@ mod with {
         prepare_with(&remote, packs, store, from)
     }
 
-    fn prepare_with(remote: &Arc<Remote>, packs: Arc<Packs>, store: &Path, from: &Origin) -> Result<Prepared> {
+    fn prepare_with(remote: &Arc<Remote>, packs: Arc<Packs>, store: &Path, origin: &Origin) -> Result<Prepared> {
         // Background servers change directory.
         let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;
-        let (ahead_bytes, cache_bytes) = (from.ahead_bytes.unwrap_or_else(|| ahead_bytes(&packs)), from.cache_bytes);
+        let (ahead_bytes, cache_bytes) =
+            (origin.ahead_bytes.unwrap_or_else(|| ahead_bytes(&packs)), origin.cache_bytes);
         let missing = FetchOptions { from: Arc::<Packs>::clone(&packs), ahead_bytes, cache_bytes };
-        let jobs = usize::from(from.jobs);
+        // A limit is not for several at once.
+        let jobs = usize::from(origin.bytes_per_second.map_or(origin.jobs, |_| origin.jobs.min(1)));
         let (remote, from) = (Arc::clone(remote), Arc::clone(&packs));
-        let background: Background = Box::new(move |objects| in_background(objects, jobs, &remote, &from));
+        let pace = Pace { begun: Instant::now(), bytes_per_second: origin.bytes_per_second };
+        let background: Background = Box::new(move |objects| in_background(objects, jobs, &pace, &remote, &from));
         Ok(Prepared { store, packs, missing, background: Some(background).filter(|_| jobs > 0) })
     }
 
@@ -480,20 +486,37 @@ mod with {
         bytes.clamp(AHEAD_BYTES, AHEAD_BYTES_MAX)
     }
 
+    /// How fast the background may be.
+    struct Pace {
+        begun: Instant,
+        bytes_per_second: Option<u64>,
+    }
+
+    impl Pace {
+        /// Waits as long as everything that has come, readers' data too, has to take.
+        fn wait(&self, remote: &Remote) {
+            let Some(rate) = self.bytes_per_second else { return };
+            let milliseconds = u128::from(remote.counts().received_bytes) * 1000 / u128::from(rate.max(1));
+            let due = Duration::from_millis(u64::try_from(milliseconds).unwrap_or(u64::MAX));
+            thread::sleep(due.saturating_sub(self.begun.elapsed()));
+        }
+    }
+
     /// Ends with the process, or when all data is fetched; returns whether it is synced. A failed sync is not repeated: a second
     /// fsync(2) would report success.
-    fn in_background(objects: &Objects, jobs: usize, remote: &Remote, packs: &Packs) -> bool {
+    fn in_background(objects: &Objects, jobs: usize, pace: &Pace, remote: &Remote, packs: &Packs) -> bool {
+        let wait = |_, _| pace.wait(remote);
         if let Err(bad) = objects.fetch_first(jobs, &AtomicBool::new(false)) {
             tracing::debug!("{bad}: it is tried again");
         }
         let waits = !objects.looks_complete() && !packs.is_far();
         if waits && round_trip(packs) > IMMEDIATE {
-            objects.fetch_until_read();
+            objects.fetch_until_read(&wait);
         }
         while waits && !objects.should_fetch_all() {
             thread::sleep(TICK);
         }
-        while let Err(bad) = objects.fetch_all(jobs, &AtomicBool::new(false), &|_, _| {}) {
+        while let Err(bad) = objects.fetch_all(jobs, &AtomicBool::new(false), &wait) {
             tracing::warn!("{bad}; retrying in {} s", BACKGROUND_PAUSE.as_secs());
             thread::sleep(BACKGROUND_PAUSE);
         }

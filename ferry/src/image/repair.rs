@@ -29,7 +29,7 @@ impl RepairArgs {
         let found = note_damage(image, store)?;
         let counts = match &self.from {
             Some(from) => {
-                let origin = Origin::new(from.clone(), None, None, None, self.plain_http);
+                let origin = Origin::new(from.clone(), self.plain_http);
                 registry::restore(&arg.image, store, arg.digest(), &origin)?
             }
             None => repair_packs(image, store, None)?,

@@ -96,6 +96,9 @@ fn command(config: &LazyConfig, (image, at): (&Path, &Path), store: &Path, from:
     command.args(["image", "mount"]).arg(image).arg(at).arg("--store").arg(store);
     // The kernel shows set-user-id programs and devices, as in the directories of ordinary layers: only root can enter the root.
     command.args(["--from", from, "--foreground", "-o", "suid,dev", "--jobs", &config.jobs.to_string()]);
+    if let Some(rate) = config.fetch_rate {
+        command.args(["--fetch-rate", &rate.to_string()]);
+    }
     let failed = |reason: String| Error::Lazy { image: from.into(), reason };
     let hosts = std::env::join_paths(&config.hosts).map_err(|error| failed(format!("hosts: {error}")))?;
     command.env("FERRY_REGISTRY_HOSTS", hosts).env_remove("NOTIFY_SOCKET");

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use ferry_snapshotter::{GID_LABEL, UID_LABEL};
 use rustix::process::{Signal, kill_process};
@@ -368,6 +369,24 @@ fn only_the_layer_that_containerd_means_is_used() {
     assert_eq!(place.prepare(&mut client, 0, "", stargz.collect()), Ok(()));
     // The second layer is no first one.
     assert!(place.prepare(&mut client, 1, "", place.labels(1)).is_err());
+}
+
+#[test]
+fn the_rest_is_fetched_no_faster_than_is_allowed() {
+    if !can_mount() {
+        return;
+    }
+    // Two requests, of which the second waits until the first had its four seconds.
+    let mut place = Place::configured(layers(Format::Estargz), 4, "fetch-rate = 1_000_000\n");
+    let mut client = place.server.client();
+    let begun = Instant::now();
+    place.pull(&mut client);
+    until("the first request", || place.fetched() > 1_000_000);
+    let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+    assert_eq!(fs::read(mounted.path().join("above")).unwrap(), noise(5, 20_000));
+    until("the end", || place.is_complete());
+    assert!(begun.elapsed() >= Duration::from_millis(3500), "{:?}", begun.elapsed());
+    is_right(mounted.path());
 }
 
 #[test]

@@ -76,12 +76,12 @@ impl Objects {
 
     /// Fetches missing objects with one request at a time, in the order of [`Self::fetch_all`], until the first reader has to wait: a
     /// program that is being started leaves the network alone for a tenth of a second. What fails is fetched later.
-    pub fn fetch_until_read(&self) {
+    pub fn fetch_until_read(&self, progress: &FetchProgress<'_>) {
         let absent = self.incomplete_packs();
         let Some((_, first)) = absent.first() else { return };
         let stop = || first.common.demand.has_readers();
         let parts: Vec<&dyn FetchableSet> = absent.iter().map(|part| part as &dyn FetchableSet).collect();
-        if let Err(bad) = fetch_each(&parts, 1, &stop, &|_, _| {}) {
+        if let Err(bad) = fetch_each(&parts, 1, &stop, progress) {
             tracing::debug!("{bad}: it is tried again");
         }
     }
