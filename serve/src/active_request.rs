@@ -1,4 +1,4 @@
-//! A request under way, for the log and the metrics.
+//! The log entry and the metrics of a request that is being served.
 
 use std::sync::Arc;
 
@@ -9,22 +9,22 @@ use ferry_wire::fuse::{Opcode, Operation};
 
 use crate::carrier::HEADER_BYTES;
 
-/// A request under way.
+/// A request that is being served.
 #[derive(Debug)]
 pub(crate) struct ActiveRequest {
     timer: Timer,
-    /// If its outcome is to be logged.
+    /// Set if the outcome is to be logged.
     logged: Option<Box<LoggedRequest>>,
 }
 
-/// A request that another thread ends. If it is dropped, its client is gone or has its reply.
+/// A request that another thread ends. Dropping it counts a success: the client is gone or already has its reply.
 #[derive(Debug)]
 pub(crate) struct DetachedRequest {
     request: Option<ActiveRequest>,
     metrics: Arc<Metrics>,
 }
 
-/// Creates the counters of FUSE requests, whose operations are opcodes.
+/// Creates the counters of FUSE requests, one per opcode.
 pub(crate) fn metrics() -> Metrics {
     Metrics::new(|operation| {
         let opcode = u32::try_from(operation).ok().and_then(Opcode::from_raw);
@@ -41,7 +41,8 @@ impl ActiveRequest {
         Self { timer: recorder.begin(operation.opcode().as_raw() as usize), logged }
     }
 
-    /// Ends a request that was served at once. A log line has the bytes of the whole reply, the metrics those of data.
+    /// Ends a request that was served at once. The log counts the bytes of the whole reply, the metrics only those of
+    /// data.
     pub(crate) fn end(self, recorder: &mut Recorder, operation: &Operation<'_>, outcome: Outcome) {
         recorder.end(self.timer, data_bytes(operation, outcome));
         if let Some(logged) = self.logged {
@@ -58,7 +59,8 @@ impl ActiveRequest {
     }
 }
 
-/// The bytes of data that a request has moved. A source that takes less than a whole write has no room.
+/// Returns the bytes of data that a request moved. A WRITE counts as whole: a source takes less only if it has no
+/// room.
 fn data_bytes(operation: &Operation<'_>, outcome: Outcome) -> Result<usize> {
     match (outcome, operation) {
         (Outcome::Error(errno), _) => Err(errno),

@@ -1,4 +1,4 @@
-//! Requests that wait for a lock, and how INTERRUPT ends them.
+//! Requests that wait for a lock (SETLKW), and INTERRUPT, which ends them.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -6,58 +6,59 @@ use std::sync::{Arc, Mutex};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Cancellation, Errno, Result, Waiter};
 
-/// INTERRUPTs of requests that are not parked, remembered for when they are: more than ever run at the same time,
-/// for the client sends one only while the request is under way.
+/// The most INTERRUPTs that are remembered for requests that do not wait yet. The client sends one only while its
+/// request is being served, and fewer than this are served at a time.
 const EARLY_MAX: usize = 1024;
 
 type ReplyFn = Box<dyn FnOnce(Result<()>) + Send>;
 
 #[derive(Default)]
 struct WaitState {
-    answer: Option<ReplyFn>,
-    /// Set once, by whoever ends the wait first: the source, or an INTERRUPT.
+    reply: Option<ReplyFn>,
+    /// Set once, by what ends the wait first: the source or an INTERRUPT.
     outcome: Option<Result<()>>,
-    /// The source keeps the waiter. Before that nothing is sent: the source may still refuse the lock, or panic.
+    /// The source has kept the waiter. No reply is sent before that: the source may still refuse the lock, or panic.
     parked: bool,
 }
 
-/// A request that waits.
+/// A request that waits for a lock.
 pub(crate) struct BlockedLock {
     stage: Mutex<WaitState>,
     cancellation: Arc<Cancellation>,
 }
 
 impl BlockedLock {
-    /// Ends the wait; returns whether it had not ended before.
+    /// Ends the wait; returns whether this call ended it.
     fn end(&self, outcome: Result<()>) -> bool {
         let mut stage = lock(&self.stage);
         if stage.outcome.is_some() {
             return false;
         }
         stage.outcome = Some(outcome);
-        let answer = if stage.parked { stage.answer.take() } else { None };
+        let reply = if stage.parked { stage.reply.take() } else { None };
         drop(stage);
-        if let Some(answer) = answer {
-            answer(outcome);
+        if let Some(reply) = reply {
+            reply(outcome);
         }
         true
     }
 
-    /// Lets the answer go; returns whether it went at once.
+    /// Allows the reply to be sent; returns whether it was sent now.
     fn park(&self) -> bool {
         let mut stage = lock(&self.stage);
         stage.parked = true;
         let Some(outcome) = stage.outcome else { return false };
-        let answer = stage.answer.take();
+        let reply = stage.reply.take();
         drop(stage);
-        if let Some(answer) = answer {
-            answer(outcome);
+        if let Some(reply) = reply {
+            reply(outcome);
         }
         true
     }
 
     fn interrupt(&self) {
-        // Before the answer, so that nobody grants what nobody wants. Whoever is granting the lock answers.
+        // Cancels before the reply, so that no cancelled lock is granted. If a grant is under way, that sends the
+        // reply.
         if self.cancellation.cancel() {
             self.end(Err(Errno::INTR));
         }
@@ -67,41 +68,41 @@ impl BlockedLock {
 #[derive(Default)]
 struct State {
     parked: HashMap<u64, Arc<BlockedLock>>,
-    /// INTERRUPTs that came before their request was parked.
+    /// INTERRUPTs that arrived before their request was parked.
     early: VecDeque<u64>,
 }
 
-/// The requests of one session that wait, by their numbers.
+/// The waiting requests of one session, by their `unique`.
 ///
-/// An INTERRUPT for a request that is not parked is remembered rather than answered EAGAIN, which would have the client
-/// send it again and again: if the request is parked later, it ends at once. Numbers are not used twice.
+/// An INTERRUPT for a request that is not parked is remembered: if the request is parked later, it ends at once.
+/// EAGAIN would make the client send the INTERRUPT again and again. A `unique` is not used twice.
 #[derive(Default)]
 pub(crate) struct BlockedLocks(Mutex<State>);
 
 impl BlockedLocks {
-    /// A waiter for request `unique`, which is answered by `answer`. A lock that is granted although the client was
-    /// told EINTR, by a source that does not claim waiters, is passed to `give_back`.
+    /// Creates a waiter for request `unique`; `reply` sends the reply. `unlock` releases a lock that is granted after
+    /// the client got EINTR, which a source that does not claim waiters can do.
     pub(crate) fn waiter(
         self: &Arc<Self>,
         unique: u64,
-        answer: impl FnOnce(Result<()>) + Send + 'static,
-        give_back: impl FnOnce() + Send + 'static,
+        reply: impl FnOnce(Result<()>) + Send + 'static,
+        unlock: impl FnOnce() + Send + 'static,
     ) -> (Waiter, Arc<BlockedLock>) {
         let cancellation = Arc::<Cancellation>::default();
-        let stage = WaitState { answer: Some(Box::new(answer)), ..WaitState::default() };
+        let stage = WaitState { reply: Some(Box::new(reply)), ..WaitState::default() };
         let wait = Arc::new(BlockedLock { stage: Mutex::new(stage), cancellation: Arc::clone(&cancellation) });
         let (waits, ended) = (Arc::clone(self), Arc::clone(&wait));
         let wake = move |outcome: Result<()>| {
             if ended.end(outcome) {
                 lock(&waits.0).parked.remove(&unique);
             } else if outcome.is_ok() {
-                give_back();
+                unlock();
             }
         };
         (Waiter::new(wake).until(cancellation), wait)
     }
 
-    /// The source keeps the waiter: from now on the request can be interrupted.
+    /// Parks a request whose waiter the source has kept: from now on an INTERRUPT ends it.
     pub(crate) fn park(&self, unique: u64, wait: Arc<BlockedLock>) {
         let mut state = lock(&self.0);
         if let Some(index) = state.early.iter().position(|early| *early == unique) {
@@ -118,18 +119,19 @@ impl BlockedLocks {
         }
     }
 
-    /// The client goes on elsewhere, or here later, and asks again: nobody is to get a lock for it meanwhile.
-    pub(crate) fn give_up(&self) {
+    /// Ends all waits with EINTR: the client migrates or changes servers and repeats the requests. Meanwhile no lock
+    /// is granted to it.
+    pub(crate) fn interrupt_all(&self) {
         let parked: Vec<_> = lock(&self.0).parked.drain().map(|(_, wait)| wait).collect();
         parked.iter().for_each(|wait| wait.interrupt());
     }
 
-    /// Returns how many requests wait.
+    /// Returns the number of waiting requests.
     pub(crate) fn count(&self) -> usize {
         lock(&self.0).parked.len()
     }
 
-    /// The client wants no answer to a request any more.
+    /// Serves an INTERRUPT of a request.
     pub(crate) fn interrupt(&self, unique: u64) {
         let mut state = lock(&self.0);
         match state.parked.remove(&unique) {
@@ -151,7 +153,7 @@ impl BlockedLocks {
 mod tests {
     use super::*;
 
-    /// What a wait ended with, and how many grants were given back.
+    /// The outcomes of a wait, and the number of locks that were released.
     #[derive(Default)]
     struct Outcomes(Mutex<(Vec<Result<()>>, usize)>);
 
@@ -167,10 +169,10 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_ends_once_whoever_comes_first() {
+    fn a_wait_ends_once() {
         const INTR: Result<()> = Err(Errno::INTR);
         // Steps: p = park, i = interrupt, w = wake with the lock, d = drop the waiter.
-        for (steps, answers, given_back) in [
+        for (steps, outcomes, unlocked) in [
             ("pw", [Ok(())], 0),
             ("pi", [INTR], 0),
             ("piw", [INTR], 1),
@@ -193,17 +195,17 @@ mod tests {
                 }
                 let interrupted = seen.0.lock().unwrap().0 == [INTR];
                 let waiting = waiter.as_ref().is_some_and(Waiter::is_waiting);
-                assert!(!(interrupted && waiting), "{steps}: the source is told");
+                assert!(!(interrupted && waiting), "{steps}: the source sees that the wait has ended");
             }
             if let Some(waiter) = waiter {
                 waiter.dismiss();
             }
-            assert_eq!(*seen.0.lock().unwrap(), (answers.to_vec(), given_back), "{steps}");
+            assert_eq!(*seen.0.lock().unwrap(), (outcomes.to_vec(), unlocked), "{steps}");
             assert!(lock(&waits.0).parked.is_empty(), "{steps}: nothing is kept");
         }
     }
 
-    /// Otherwise the lock would be given back after the client was told EINTR, and may have it again by then.
+    /// Otherwise the lock would be released after the client got EINTR, and the client may hold it again by then.
     #[test]
     fn an_interrupt_during_a_grant_is_too_late() {
         for (is_granted, expected) in [(true, Ok(())), (false, Err(Errno::INTR))] {

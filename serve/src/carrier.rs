@@ -1,40 +1,42 @@
-//! What carries FUSE requests and replies.
+//! The transport of FUSE requests and replies, as [`crate::Server`] sees it.
 
 use ferry_engine::Carrier;
 
 /// The bytes of a reply's header (FUSE protocol 7.45, `fuse_out_header`).
 pub const HEADER_BYTES: usize = 16;
 
-/// A FUSE request under way. If it is [`Served::Transfer`], [`crate::Server::transferred`] finishes the reply.
+/// A FUSE request that is being served. After [`ServeOutcome::Transfer`], [`crate::Server::transferred`] finishes the
+/// reply.
 pub trait FuseCarrier: Carrier {
-    /// Bytes of the whole message, header included, as they came.
+    /// Returns the bytes of the whole message, header included.
     fn request_bytes(&self) -> usize;
 
-    /// Identifies the request until it is answered. The low 32 bits are a small number, for a table.
+    /// Identifies the request until its reply. The low 32 bits are a small number that indexes a table.
     fn token(&self) -> u64;
 
-    /// Whether a server before this one has taken the request already, and may have carried it out.
+    /// Whether a previous server took this request already, and may have executed it.
     fn is_resubmitted(&self) -> bool {
         false
     }
 
-    /// How another thread answers: with the whole encoded reply, maybe before [`crate::Server::serve`] has come back
-    /// with [`Served::Later`] or [`Served::Parked`], or after the client is gone.
+    /// Returns a function that sends the whole encoded reply from another thread. It may run before
+    /// [`crate::Server::serve`] returns [`ServeOutcome::Later`] or [`ServeOutcome::Parked`], or after the client is
+    /// gone.
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static;
 }
 
 /// The result of serving a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub enum Served {
-    /// Answered: so many bytes were written, header included; 0 if the carrier had no room, not even for an error.
+pub enum ServeOutcome {
+    /// The reply was written: its bytes, header included; 0 if the carrier had no room, not even for an error.
     Reply(usize),
-    /// It was of a kind that gets no reply.
+    /// The request has no reply.
     NoReply,
-    /// A transfer was begun with the carrier; [`crate::Server::transferred`] finishes the reply.
+    /// The carrier runs a transfer; [`crate::Server::transferred`] finishes the reply.
     Transfer,
-    /// The carrier's [`FuseCarrier::later`] will be called soon.
+    /// The function of [`FuseCarrier::later`] will be called soon.
     Later,
-    /// The carrier's [`FuseCarrier::later`] will be called when somebody else does something, maybe never.
+    /// The function of [`FuseCarrier::later`] will be called after an external event, or never.
     Parked,
 }

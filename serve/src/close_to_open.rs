@@ -1,12 +1,11 @@
 //! Close-to-open consistency of file sizes.
 //!
-//! A client keeps attributes for a while, and OPEN brings none: of a file that somebody else has made longer it would
-//! read what was there before, and not know that there is more. So the first OPEN of a file whose length is not what
-//! the client was told is answered with ESTALE. Linux then looks up each name of the path again, whatever it knows
-//! (`do_filp_open` with `LOOKUP_REVAL`), learns the length, and opens the file: no program sees the error, and where
-//! nothing has changed there is no message more. Programs that open by file handle (`open_by_handle_at`), and NFS
-//! servers, do see it, once. Opens that no path leads to are never refused: for an ioctl of a file's flags
-//! (`FS_IOC_GETFLAGS`) Linux opens it on its own.
+//! A client caches attributes for a while, and the reply to OPEN has none. So it would read a file that another
+//! client has extended only up to the old end. Therefore the first OPEN of a file whose size differs from what the
+//! client was told fails with ESTALE. Linux then looks up each name of the path again (`do_filp_open` with
+//! `LOOKUP_REVAL`), learns the size and opens the file: programs see no error, and unchanged files cost no message.
+//! Programs that open by file handle (`open_by_handle_at`) and NFS servers do see the error, once. Opens without a
+//! path are never refused: Linux opens files itself for the ioctl of their flags (`FS_IOC_GETFLAGS`).
 
 use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,12 +18,12 @@ use ferry_wire::fuse::{InitFlags, Operation};
 
 use crate::server::{Context, Server};
 
-/// A length that a client was told, in as few bytes as each inode has to spare.
+/// A file size that a client was told, as a hash that fits into 32 bits of the inode's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ReportedSize(NonZeroU32);
 
 impl ReportedSize {
-    /// Nothing but regular files has a length that a client would read to.
+    /// Returns `None` for all but regular files: only their size limits reads.
     pub(crate) fn of(attr: &Attr) -> Option<Self> {
         let mixed = attr.size.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         let bits = u32::try_from(mixed).ok().and_then(|bits| NonZeroU32::new(bits | 1));
@@ -32,25 +31,25 @@ impl ReportedSize {
     }
 }
 
-/// How long a thread that was refused has to open the file.
+/// How long a refused thread may take to open the file again.
 const REFUSED_FOR: Duration = Duration::from_secs(30);
-/// Threads that may have been refused at a time; no others are, then.
+/// The most threads that are remembered as refused; beyond that, none is refused.
 const REFUSALS_MAX: usize = 1024;
 
-/// Who was refused, and is not to be refused twice in a row: a file may grow all the time.
+/// Threads that got ESTALE and must not get it again for the same file, which may grow all the time.
 #[derive(Debug, Default)]
 pub(crate) struct StaleOpens(Mutex<Vec<StaleOpen>>);
 
 #[derive(Debug)]
 struct StaleOpen {
     ino: Ino,
-    /// The thread, by the client's number.
+    /// The thread's id in the client.
     pid: u32,
     at: Instant,
 }
 
 impl StaleOpens {
-    /// The thread opens a file whose length is new to the client (`is_news`), or not: returns whether to refuse it.
+    /// Returns whether to refuse this open. `is_news`: the size differs from what the client was told.
     fn refuses(&self, ino: Ino, pid: u32, is_news: bool) -> bool {
         let mut refusals = lock(&self.0);
         if !is_news && refusals.is_empty() {
@@ -70,20 +69,20 @@ impl StaleOpens {
 }
 
 impl Server {
-    /// Whether what clients are told of lengths matters when they open files.
+    /// Whether the sizes that this client was told matter when it opens files.
     pub(crate) fn checks_size_on_open(&self, cx: &Context<'_>) -> bool {
-        // With a write-back cache Linux believes nobody but itself.
+        // With a write-back cache Linux ignores the server's sizes.
         self.share.policy.close_to_open(cx.session) && !cx.session.negotiated().has(InitFlags::WRITEBACK_CACHE)
     }
 
-    /// Whether the client is to ask for the length of a file that was just opened for it, with these flags.
+    /// Whether the client must look up the size of a file that was just opened for it with these flags.
     pub(crate) fn must_revalidate(&self, cx: &Context<'_>, flags: OFlags, handle: Handle) -> bool {
-        // `fuse_priv_ioctl_prepare` opens with no flag at all; what programs of 64 bits open has `O_LARGEFILE`.
+        // `fuse_priv_ioctl_prepare` opens with no flag at all; opens of 64-bit programs have `O_LARGEFILE`.
         if flags.is_empty() || !self.checks_size_on_open(cx) {
             return false;
         }
         let Some(told) = cx.session.reported_size(cx.ino) else { return false };
-        // Without an answer there is nothing to go by; and it is open already, so this must not fail.
+        // On an error the size is unknown. The file is open already, so a panic must not pass either.
         let ask = AssertUnwindSafe(|| self.share.source.getattr(&cx.caller, cx.ino, Some(handle)));
         let Ok(Ok(attr)) = catch_unwind(ask) else { return false };
         let is_news = ReportedSize::of(&attr).is_some_and(|now| now != told);
@@ -91,7 +90,7 @@ impl Server {
     }
 }
 
-/// The file whose length an operation changes, without that its answer tells the client's kernel what it is then.
+/// Returns the file whose size an operation changes, if the reply does not tell the client the new size.
 pub(crate) fn size_changed_by(on: Ino, operation: &Operation<'_>) -> Option<Ino> {
     match operation {
         Operation::Write { .. } | Operation::Fallocate { .. } => Some(on),
@@ -105,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_is_refused_twice_in_a_row() {
+    fn a_thread_is_not_refused_twice_in_a_row() {
         let refusals = StaleOpens::default();
         let mut rounds = Vec::new();
         for is_news in [false, true, true, true, false, true, false] {
@@ -117,16 +116,16 @@ mod tests {
     }
 
     #[test]
-    fn refusals_that_nobody_comes_back_for_have_a_bound() {
+    fn the_number_of_refusals_is_bounded() {
         let refusals = StaleOpens::default();
         let refused = (0..5000).filter(|pid| refusals.refuses(Ino(2), *pid, true)).count();
         assert_eq!(refused, REFUSALS_MAX);
-        assert!(!refusals.refuses(Ino(2), 0, true), "and whoever does come back is served");
+        assert!(!refusals.refuses(Ino(2), 0, true), "a second attempt succeeds");
         assert!(refusals.refuses(Ino(2), 6000, true), "which makes room");
     }
 
     #[test]
-    fn lengths_differ_as_they_are_told() {
+    fn different_sizes_have_different_hashes() {
         let told = |size| ReportedSize::of(&Attr::new(Ino(2), FileType::RegularFile, 0o644).with_size(size));
         for (one, other) in [(0, 1), (1, 2), (4096, 4097), (1 << 32, 2 << 32), (5, 5 + (1 << 32)), (u64::MAX, 0)] {
             assert!(told(one).is_some() && told(one) != told(other), "{one} and {other}");

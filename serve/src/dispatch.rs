@@ -1,4 +1,4 @@
-//! Dispatches FUSE operations: each one to the method in `operations/` that serves it.
+//! Dispatches each FUSE operation to its method in `operations/`.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use ferry_vfs::{Caller, Errno, Ino, OFlags, Result};
 use ferry_wire::fuse::{Operation, Reply};
 
 use crate::active_request::DetachedRequest;
-use crate::carrier::{FuseCarrier, Served};
+use crate::carrier::{FuseCarrier, ServeOutcome};
 use crate::close_to_open::size_changed_by;
 use crate::mappings::WHOLE;
 use crate::reply;
@@ -20,7 +20,7 @@ impl Server {
         cx: &Context<'_>,
         operation: &Operation<'_>,
         carrier: &mut impl FuseCarrier,
-    ) -> Served {
+    ) -> ServeOutcome {
         self.begin_request(cx, operation);
         if let Some(file) = size_changed_by(cx.ino, operation).filter(|_| self.checks_size_on_open(cx)) {
             cx.session.set_reported_size(file, None);
@@ -37,22 +37,22 @@ impl Server {
             served => served,
         };
         if cx.session.mappings.is_some() && matches!(operation, Operation::Fallocate { .. }) {
-            // What fails here fails again when the file is closed.
+            // An error is reported when the file is closed.
             let _ = cx.session.sync(cx.ino, WHOLE);
         }
         let outcome = match served {
-            Ok(Served::Reply(bytes)) => Outcome::Bytes(bytes),
+            Ok(ServeOutcome::Reply(bytes)) => Outcome::Bytes(bytes),
             Ok(_) => Outcome::Bytes(0),
             Err(errno) => Outcome::Error(errno),
         };
-        // It is not there any more if somebody else will see the end.
+        // It was taken if another thread or a transfer ends the request.
         if let Some(active) = self.active.take() {
             active.end(&mut self.recorder, operation, outcome);
         }
         match (served, operation.reply_kind()) {
             (Ok(served), _) => served,
-            (Err(errno), Some(_)) => Served::Reply(reply::write_error(carrier, cx.unique, errno)),
-            (Err(_), None) => Served::NoReply,
+            (Err(errno), Some(_)) => ServeOutcome::Reply(reply::write_error(carrier, cx.unique, errno)),
+            (Err(_), None) => ServeOutcome::NoReply,
         }
     }
 
@@ -61,13 +61,13 @@ impl Server {
         cx: &Context<'_>,
         operation: &Operation<'_>,
         carrier: &mut impl FuseCarrier,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let done = match *operation {
             Operation::Read(ref range) => return self.read(cx, range, carrier),
             Operation::Write { ref range, cached } => {
                 let mut range = *range;
                 if carrier.is_resubmitted() {
-                    // It may have been appended already: it goes to where the client saw the end.
+                    // It may have been appended already, so it is written at the offset where the client saw the end.
                     range.flags -= OFlags::APPEND;
                 }
                 return self.write(cx, &range, cached, carrier);
@@ -77,11 +77,11 @@ impl Server {
             Operation::LookupParent => return self.lookup_parent(cx, carrier),
             Operation::Forget { count } => {
                 cx.session.forget(cx.ino, count);
-                return Ok(Served::NoReply);
+                return Ok(ServeOutcome::NoReply);
             }
             Operation::BatchForget { forgets } => {
                 forgets.iter().for_each(|one| cx.session.forget(Ino(one.nodeid), one.nlookup));
-                return Ok(Served::NoReply);
+                return Ok(ServeOutcome::NoReply);
             }
             Operation::Getattr { handle } => return self.getattr(cx, handle, carrier),
             Operation::Statx { handle, .. } => return self.statx(cx, handle, carrier),
@@ -138,21 +138,21 @@ impl Server {
             Operation::Destroy => return self.destroy(cx, carrier),
             Operation::Interrupt { unique } => {
                 cx.session.blocked_locks.interrupt(unique);
-                return Ok(Served::NoReply);
+                return Ok(ServeOutcome::NoReply);
             }
-            // No block device below, nothing to poll for.
+            // BMAP needs a block device, and no source can be polled.
             _ => Err(Errno::NOSYS),
         };
         done.map(|()| cx.done(carrier, &Reply::Empty))
     }
 
-    /// Has a call that may take long made by another thread.
-    pub(crate) fn aside(
+    /// Runs a long call on another thread.
+    pub(crate) fn run_on_pool(
         &mut self,
         cx: &Context<'_>,
         carrier: &mut impl FuseCarrier,
         call: impl FnOnce(&Caller<'_>) -> Result<Reply<'static>> + Send + 'static,
-    ) -> Served {
+    ) -> ServeOutcome {
         let (later, unique, request) =
             (carrier.later(), cx.unique, DetachedRequest::new(self.active.take(), &self.share.metrics));
         let (session, Caller { session: by, uid, gid, pid, .. }) = (Arc::clone(cx.session), cx.caller);
@@ -162,11 +162,11 @@ impl Server {
             later(reply::to_bytes(unique, session.negotiated(), outcome));
             request.end(outcome.map(|_| 0));
         });
-        Served::Later
+        ServeOutcome::Later
     }
 }
 
-/// Whether the client may have more open, where it asks for that.
+/// Whether an operation that opens something is within the client's limit of open files.
 fn is_allowed(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     match operation {
         Operation::Open { .. } | Operation::Create { .. } | Operation::Tmpfile { .. } | Operation::Opendir { .. } => {
@@ -176,7 +176,7 @@ fn is_allowed(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     }
 }
 
-/// Makes the file what the client thinks it is, before it asks for what depends on that; and its window, before it opens the file.
+/// Writes back window stores that the operation depends on; before OPEN, also updates the window from the file.
 fn synced_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     if cx.session.mappings.is_none() {
         return Ok(());
@@ -187,7 +187,7 @@ fn synced_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
             cx.session.writeback(copy.to.0, WHOLE)
         }
         Operation::Open { .. } => cx.session.sync(cx.ino, WHOLE),
-        // Of a WRITE across the file's end, Linux has let the guest store what lies before that in its window until now.
+        // For a WRITE across the end of the file, Linux lets the guest store what lies before the end in its window.
         Operation::Read(range) | Operation::Write { range, .. } => {
             cx.session.writeback(cx.ino, range.offset..range.offset.saturating_add(range.len.into()))
         }
@@ -195,7 +195,7 @@ fn synced_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
             cx.session.writeback(cx.ino, WHOLE)
         }
         Operation::Release(_) => {
-            // It cannot fail; the FLUSH before it has told.
+            // RELEASE cannot fail; FLUSH reported the error.
             let _ = cx.session.writeback(cx.ino, WHOLE);
             Ok(())
         }
@@ -203,7 +203,7 @@ fn synced_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     }
 }
 
-/// Whether the operation would change anything in the source.
+/// Whether the operation changes the source.
 pub(crate) fn changes_something(operation: &Operation<'_>) -> bool {
     match operation {
         Operation::Setattr { .. }

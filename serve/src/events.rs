@@ -1,13 +1,13 @@
-//! Events for programs of a guest that watch files.
+//! Events for programs in a guest that watch files.
 //!
 //! An agent in the guest waits for events by an ioctl on the root directory, and replays each as the same system call
-//! on the mount. Its kernel then raises the events for everybody who watches, and corrects what it has cached. The
-//! requests that the agent causes are recognised by the group of the caller (`REPLAY_GID`) and answered from what is
-//! true already. They never change the source, whether they were announced or not.
+//! on the mount. The guest's kernel then raises the event for every watcher and corrects its caches. The agent's
+//! requests have the group `REPLAY_GID`. Their replies reflect the present state. They never change the source,
+//! announced or not.
 //!
-//! Here is what a session keeps for that; `operations/agent.rs` and `operations/replay.rs` serve the requests. What other
-//! exports need for clients of theirs is public: [`subscribe`] fills a [`Queue`] with what happens to what an
-//! [`EventClient`] knows.
+//! This module holds the state of a session; `operations/agent.rs` and `operations/replay.rs` serve the requests.
+//! Other exports use the public items for their clients: [`subscribe`] fills a [`Queue`] with the events of the
+//! inodes that an [`EventClient`] knows.
 
 mod lease;
 mod listener;
@@ -25,22 +25,22 @@ pub use queue::Queue;
 pub(crate) use replays::{Active, Placeholder, Replays};
 pub use timer::Timer;
 
-/// What one session tells its agent.
+/// The events of one session for its agent.
 #[derive(Default)]
 pub(crate) struct SessionEvents {
-    /// From the first request of an agent on.
+    /// Set by the first request of an agent.
     queue: OnceLock<(Arc<Queue>, Subscription)>,
     pub(crate) replays: Mutex<Replays>,
     pub(crate) lease: Lease,
 }
 
 impl SessionEvents {
-    /// The queue, if an agent has asked for events.
+    /// Returns the queue if an agent has requested events.
     pub(crate) fn queue(&self) -> Option<&Arc<Queue>> {
         self.queue.get().map(|(queue, _)| queue)
     }
 
-    /// The queue; a new one is filled by what `subscribe` returns.
+    /// Returns the queue; creates it if there is none and fills it by `subscribe`.
     pub(crate) fn queue_or(&self, is_leased: bool, subscribe: impl FnOnce(&Arc<Queue>) -> Subscription) -> &Arc<Queue> {
         let (queue, _) = self.queue.get_or_init(|| {
             let queue = Arc::new(Queue::new(is_leased));
@@ -50,8 +50,8 @@ impl SessionEvents {
         queue
     }
 
-    /// The client goes on elsewhere, or here later: the agent asks again.
-    pub(crate) fn give_up(&self) {
+    /// Ends the agent's wait with EINTR: the client migrates or changes servers, and the agent repeats the request.
+    pub(crate) fn interrupt_agent(&self) {
         if let Some(queue) = self.queue() {
             queue.interrupt();
         }

@@ -1,10 +1,10 @@
 //! Serves FUSE requests from a source, independently of the transport.
 //!
-//! A [`Share`] is a source as one export offers it, a [`SessionSlot`] one client of it from INIT to DESTROY, and a
-//! [`Server`] serves the requests of one worker. The export implements [`FuseCarrier`] for whatever brings it requests (a
-//! virtqueue's descriptor chains, the entries of an io_uring, `/dev/fuse`), hands each to [`Server::serve`] and does as
-//! [`Served`] says. What happens in between is the same for all of them and is here: decoding, the calls of the source,
-//! what the client holds, what it may keep, waiting locks, passthrough, and checks of what the source answers.
+//! A [`Share`] is a source as one export offers it, a [`SessionSlot`] holds the session of one client, and a
+//! [`Server`] serves the requests of one worker. The export implements [`FuseCarrier`] for its transport (a
+//! virtqueue's descriptor chains, the entries of an io_uring, `/dev/fuse`), passes each request to [`Server::serve`]
+//! and acts on the [`ServeOutcome`]. All exports share what lies between: decoding, calls of the source, the client's
+//! references and open files, cache policy, waiting locks, passthrough, and checks of the source's results.
 //!
 //! ```
 //! use ferry_serve::*;
@@ -12,7 +12,7 @@
 //! use ferry_wire::fuse::*;
 //! use std::sync::{Arc, mpsc};
 //!
-//! /// A message, the room for its reply, and a place for late replies; it has no means to move data.
+//! /// A message, the room for its reply, and a channel for late replies; it cannot transfer data.
 //! struct Message { request: Vec<u8>, reply: [u8; 4096], late: mpsc::Sender<Vec<u8>> }
 //!
 //! impl ReplyBuffer for Message {
@@ -42,7 +42,7 @@
 //!     }
 //! }
 //!
-//! /// Every method answers ENOSYS.
+//! /// Every method returns ENOSYS.
 //! struct Nothing;
 //! impl FileSystem for Nothing {}
 //!
@@ -54,14 +54,14 @@
 //!                      extensions: Extensions::default(), operation: Operation::Init(offer) };
 //! init.encode(&Negotiated::BEFORE_INIT, &mut request);
 //! let mut message = Message { request, reply: [0; 4096], late: mpsc::channel().0 };
-//! let Served::Reply(bytes) = server.serve_caught(&mut message) else { unreachable!("INIT is answered at once") };
+//! let ServeOutcome::Reply(bytes) = server.serve_caught(&mut message) else { unreachable!("INIT is served at once") };
 //! let (unique, reply) = Reply::decode(ReplyKind::Init, &message.reply[..bytes])?;
 //! assert!(unique == 2 && reply.is_ok());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Inside, `dispatch.rs` calls the method in `operations/` that serves an opcode (a file for each family), `session/` is
-//! what one client holds, and `persistence/` what is written down of that, so that the next server resumes it.
+//! Inside, `dispatch.rs` calls the method in `operations/` that serves an opcode (one file per family), `session/`
+//! holds the state of one client, and `persistence/` records that state for the next server.
 #![forbid(unsafe_code)]
 
 mod active_request;
@@ -85,7 +85,7 @@ mod session;
 mod share;
 mod usage;
 
-pub use carrier::{FuseCarrier, HEADER_BYTES, Served};
+pub use carrier::{FuseCarrier, HEADER_BYTES, ServeOutcome};
 pub use ferry_engine::{Carrier, RatelimitedLog, ReplyBuffer, TransferRequest};
 pub use mappings::{Mapping, MappingReply, Mappings};
 pub use operations::DetachedTransfer;

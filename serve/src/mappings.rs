@@ -6,67 +6,67 @@ use ferry_state::MappedFile;
 use ferry_vfs::{Ino, Result, SessionId};
 use ferry_wire::fuse::InitFlags;
 
-/// What INIT says for a client that has a window.
+/// The INIT flags of a client that has a DAX window.
 pub(crate) const MAPPING_FLAGS: InitFlags = InitFlags::MAP_ALIGNMENT.union(InitFlags::HAS_INODE_DAX);
 
-/// All of a file, as a part of it.
+/// The range of a whole file.
 pub(crate) const WHOLE: Range<u64> = 0..u64::MAX;
 
-/// Replies to a request.
+/// Sends the reply to a request.
 pub type MappingReply = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// Maps files into a window of the client's memory, where it reads and writes them without asking anybody (FUSE
-/// SETUPMAPPING and REMOVEMAPPING). Requests are carried out one after another, in the order in which they come, and no
-/// call waits for that. Answers may come before a call returns.
+/// Maps files into a window of the client's memory, which the client reads and writes without requests (FUSE
+/// SETUPMAPPING and REMOVEMAPPING). Requests are executed one after another, in order, and no call waits for them. A
+/// reply may be sent before the call returns.
 pub trait Mappings: Send + Sync {
-    /// Whether this client has a window. Asked at INIT.
+    /// Whether this client has a window. Called at INIT.
     fn is_open(&self) -> bool;
 
-    /// Whether a client that leaves it to us uses the window for a regular file of so many bytes (`FUSE_ATTR_DAX`).
+    /// Whether a client with per-inode DAX uses the window for a regular file of this many bytes (`FUSE_ATTR_DAX`).
     fn takes(&self, file_bytes: u64) -> bool;
 
     /// Maps a part of a file.
-    fn map(&self, mapping: Mapping, answer: MappingReply);
+    fn map(&self, mapping: Mapping, reply: MappingReply);
 
-    /// Ends the mappings that lie in these ranges of the window: offsets and lengths.
-    fn unmap(&self, by: SessionId, ranges: Vec<(u64, u64)>, answer: MappingReply);
+    /// Unmaps these ranges of the window: offsets and lengths.
+    fn unmap(&self, by: SessionId, ranges: Vec<(u64, u64)>, reply: MappingReply);
 
-    /// The client has forgotten an inode: it has no use for mappings of it.
+    /// Unmaps an inode that the client has forgotten.
     fn forget(&self, by: SessionId, ino: Ino);
 
-    /// Synchronizes the window and the file, where that does not happen on its own: in this part of the file (offsets),
-    /// and where it has become longer or shorter.
+    /// Synchronizes a part of the file (offsets) with the window where the mapping does not do so itself, and adapts
+    /// the window to a new size of the file.
     ///
     /// # Errors
     /// Those of reading the file, and of writing to it.
     fn sync(&self, ino: Ino, part: Range<u64>) -> Result<()>;
 
-    /// The same for all of a file of which the client is about to be told the attributes, unless they are those of the last time.
+    /// Synchronizes a whole file before its attributes are sent, unless they are the same as the last time.
     ///
     /// # Errors
     /// As for [`Self::sync`].
     fn sync_if_changed(&self, ino: Ino) -> Result<()>;
 
-    /// As [`Self::sync`], for somebody who is going to use the file itself: what has not been stored to in the window need not be looked at.
+    /// Writes back what the client has stored in the window, before an operation that uses the file itself.
     ///
     /// # Errors
     /// As for [`Self::sync`].
     fn writeback(&self, ino: Ino, part: Range<u64>) -> Result<()>;
 
-    /// The same for all of all files.
+    /// Writes back all files.
     ///
     /// # Errors
-    /// Those of writing to a file; the others are seen to all the same.
+    /// Those of writing to a file; the other files are written back all the same.
     fn writeback_all(&self) -> Result<()>;
 
-    /// What the server before this one had mapped for the client, which goes on in this session. To be called before anything else.
+    /// Takes over the mappings of the previous server for a restored session. Must be the first call.
     fn adopt(&self, by: SessionId, mapped: Vec<MappedFile>);
 
-    /// The client's session has ended: so do all mappings.
-    fn clear(&self, answer: MappingReply);
+    /// Ends all mappings: the client's session has ended.
+    fn clear(&self, reply: MappingReply);
 }
 
-/// What is to be mapped, and where.
+/// A mapping request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapping {
     /// The client's session.
@@ -79,8 +79,9 @@ pub struct Mapping {
     pub len: u64,
     /// First byte in the window.
     pub window_offset: u64,
-    /// The client is going to write there.
+    /// The client will write there.
     pub write: bool,
-    /// The client has the file open for writing: mapped for writing from the beginning, it need not be mapped again.
+    /// The client has the file open for writing. Mapped writable at once, the range need not be mapped again for a
+    /// write.
     pub may_write: bool,
 }

@@ -1,8 +1,8 @@
-//! What identifies an open file.
+//! Identifies an open file.
 
 use ferry_vfs::{Handle, Ino};
 
-/// An open file or directory. The inode belongs to it: a source may use one handle for all its files.
+/// An open file or directory. The inode is part of the key: a source may use one handle for all its files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Open {
     pub(crate) ino: Ino,

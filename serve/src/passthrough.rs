@@ -1,19 +1,19 @@
 //! FUSE passthrough.
 //!
-//! Linux wants all opens of an inode that overlap in time to agree (`fs/fuse/iomode.c`): either all pass through, to
-//! the same backing file, or none does; otherwise `open` fails with EIO. So the first open of an inode decides, and
-//! its decision holds until the last is closed. The kernel counts a file as closed before it sends RELEASE, so what
-//! is counted here is never less than what the kernel counts.
+//! Linux requires all overlapping opens of an inode to agree (`fs/fuse/iomode.c`): either all pass through to the
+//! same backing file, or none does; otherwise `open` fails with EIO. So the first open of an inode decides until the
+//! last one is closed. The kernel counts a file as closed before it sends RELEASE, so the count here is never less
+//! than the kernel's.
 //!
-//! An open that must not write to the backing file on its own, though the inode passes through, has its reads and
-//! writes come to the server (`FOPEN_DIRECT_IO` beside `FOPEN_PASSTHROUGH`); only its mappings are the backing file's:
-//! * with `O_APPEND`: the kernel opens the backing file with it, and `fcntl` takes it from the client's file alone;
-//! * of a file with suid or sgid, for writing: each request says whether to clear these bits, and the backing file does not know it;
-//! * for writing, if other clients must be told of writes ([`Backings::takes_writers`]).
+//! Some opens must not write to the backing file although the inode passes through. Their reads and writes go to the
+//! server (`FOPEN_DIRECT_IO` beside `FOPEN_PASSTHROUGH`); only their mappings use the backing file:
+//! * with `O_APPEND`: the kernel opens the backing file with it, and `fcntl` removes it from the client's file only;
+//! * of a file with suid or sgid, for writing: a request says whether to clear these bits, the backing file cannot;
+//! * for writing, if other clients must be notified of writes ([`Backings::takes_writers`]).
 //!
-//! What is stored through a mapping of the backing file changes its times, and no request tells the client's kernel of that. So
-//! it keeps no attributes of a file that it may have mapped to write (one opened for reading and writing), and only for
-//! [`MAPPED_TIMEOUT`] when the file is closed: a mapping outlives the descriptor that it was made of.
+//! A store through a mapping of the backing file changes its times without a request to the client's kernel. So the
+//! client does not cache attributes of a file that it may have mapped writable (one opened for reading and writing),
+//! and caches them only for [`MAPPED_TIMEOUT`] after the file is closed: a mapping outlives its descriptor.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -29,66 +29,68 @@ use ferry_vfs::{Backing, Errno, Ino, OFlags};
 
 /// Registers backing files with the client's kernel (`FUSE_DEV_IOC_BACKING_OPEN` and `..._CLOSE`).
 ///
-/// The kernel reads and writes a backing file with the credentials of the thread that registers it, and does not ask
-/// the server to clear suid and sgid. Without `CAP_FSETID` the host's file system does.
+/// The kernel reads and writes a backing file with the credentials of the thread that registers it, and clears suid
+/// and sgid without a request to the server: the host's file system does so if the thread lacks `CAP_FSETID`.
 pub trait Backings: Send + Sync {
-    /// Registers a file; returns its number.
+    /// Registers a file; returns its backing id.
     ///
     /// # Errors
     /// Those of the ioctl; the file is then served without passthrough.
     fn register(&self, file: BorrowedFd<'_>) -> io::Result<i32>;
 
-    /// Ends a registration; files that are open through it stay so.
+    /// Ends a registration; files that use it stay open.
     fn unregister(&self, id: i32);
 
-    /// Whether writes pass through as well as reads. Other clients are told at once of writes by the server, but of the
-    /// kernel's own writes only when the file is closed.
+    /// Whether writes pass through as well as reads. Other clients are notified at once of the server's writes, but
+    /// of the kernel's own writes only when the file is closed.
     ///
-    /// The first open of an inode decides for all that overlap with it. A file that is being read when somebody opens it for
-    /// writing must stay passed through. Reads and writes of that open then go to the server, shared mappings to the file.
+    /// The first open of an inode decides for all overlapping ones. A file that is open for reading stays passed
+    /// through when it is opened for writing. Reads and writes of that open go to the server, shared mappings to the
+    /// backing file.
     fn takes_writers(&self) -> bool {
         true
     }
 }
 
-/// Shards, so that opens of different inodes rarely wait for each other; a power of two.
+/// Shards reduce contention between opens of different inodes; a power of two.
 const SHARDS: usize = 16;
 
-/// How long the client may keep attributes of a file that it has closed: stores through a mapping are seen that late.
+/// How long the client may cache attributes of a file that it has closed: stores through a mapping become visible
+/// that late.
 const MAPPED_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// An inode that is open.
 struct OpenInode {
-    /// The registration that all opens use; `None`: the server reads and writes.
+    /// The backing id that all opens use; `None`: the server reads and writes.
     backing_id: Option<i32>,
     opens: u64,
-    /// One of them can map the backing file to write.
+    /// One of the opens can map the backing file writable.
     is_mapped: bool,
 }
 
 #[derive(Default)]
 struct Shard {
     open: HashMap<Ino, OpenInode>,
-    /// What was closed and may still be mapped, as long as the client knows it.
+    /// Closed inodes that may still be mapped, as long as the client knows them.
     mapped: HashSet<Ino>,
 }
 
 /// How an open of an inode passes through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PassthroughOpen {
-    /// The registration to use.
+    /// The backing id to use.
     pub(crate) backing_id: i32,
-    /// Reads and writes come to the server.
+    /// Reads and writes go to the server.
     pub(crate) mappings_only: bool,
     /// From now on the client may change the file without a request.
     pub(crate) is_first_mapping: bool,
 }
 
-/// How each inode that a client has open is read and written.
+/// Decides how each open inode of a client is read and written.
 pub(crate) struct Passthrough {
     backings: Arc<dyn Backings>,
     shards: [CacheAligned<Mutex<Shard>>; SHARDS],
-    /// The kernel refuses it for good.
+    /// The kernel does not support or permit passthrough.
     refused: AtomicBool,
     has_logged: AtomicBool,
 }
@@ -104,8 +106,8 @@ impl Passthrough {
         lock(&self.shards[index])
     }
 
-    /// Adds an open of an inode; returns how it passes through, if it does. Calls `file` for a first open that may pass
-    /// through, and `is_set_id` for an open for writing.
+    /// Adds an open of an inode; returns how it passes through, if it does. Calls `file` for a first open that may
+    /// pass through, and `is_set_id` for an open for writing.
     pub(crate) fn opened(
         &self,
         (ino, flags): (Ino, OFlags),
@@ -114,14 +116,14 @@ impl Passthrough {
         file: impl FnOnce() -> Option<Arc<Backing>>,
     ) -> Option<PassthroughOpen> {
         let writes = flags.intersects(OFlags::WRONLY | OFlags::RDWR);
-        // The server writes such a file, whatever the open's flags.
-        let is_kept = writes && (!self.backings.takes_writers() || is_set_id());
-        // Two first opens must not decide differently, so the lock is held while one of them registers.
+        // The server makes the writes of such an open.
+        let by_server = writes && (!self.backings.takes_writers() || is_set_id());
+        // Two concurrent first opens must decide alike, so the lock is held during registration.
         let mut shard = self.shard(ino);
         let in_use = match shard.open.entry(ino) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
-                let backing_id = if is_kept { None } else { self.register(ratelimited_log, file) };
+                let backing_id = if by_server { None } else { self.register(ratelimited_log, file) };
                 entry.insert(OpenInode { backing_id, opens: 0, is_mapped: false })
             }
         };
@@ -130,7 +132,7 @@ impl Passthrough {
         let maps = flags & OFlags::ACCMODE == OFlags::RDWR;
         let is_first_mapping = maps && !in_use.is_mapped;
         in_use.is_mapped |= maps;
-        let mappings_only = is_kept || writes && flags.contains(OFlags::APPEND);
+        let mappings_only = by_server || writes && flags.contains(OFlags::APPEND);
         Some(PassthroughOpen { backing_id, mappings_only, is_first_mapping })
     }
 
@@ -143,9 +145,9 @@ impl Passthrough {
             Ok(id) => return Some(id),
             Err(error) => error,
         };
-        // The others are about one file: its file system is stacked too deep (ELOOP), or there are too many.
-        let for_good = [Errno::PERM, Errno::NOTTY, Errno::OPNOTSUPP, Errno::INVAL];
-        if Errno::from_io_error(&error).is_some_and(|errno| for_good.contains(&errno)) {
+        // Other errors concern one file: its file system is stacked too deep (ELOOP), or too many are registered.
+        let permanent = [Errno::PERM, Errno::NOTTY, Errno::OPNOTSUPP, Errno::INVAL];
+        if Errno::from_io_error(&error).is_some_and(|errno| permanent.contains(&errno)) {
             self.refused.store(true, Ordering::Relaxed);
         }
         if !self.has_logged.swap(true, Ordering::Relaxed) {
@@ -155,12 +157,12 @@ impl Passthrough {
         None
     }
 
-    /// Whether the client's kernel reads and writes this inode on its own now.
+    /// Whether the client's kernel reads and writes this inode itself now.
     pub(crate) fn is_used(&self, ino: Ino) -> bool {
         self.shard(ino).open.get(&ino).is_some_and(|in_use| in_use.backing_id.is_some())
     }
 
-    /// How long the client may keep attributes of this inode at most.
+    /// Returns how long the client may cache attributes of this inode.
     pub(crate) fn attr_timeout_max(&self, ino: Ino) -> Duration {
         let shard = self.shard(ino);
         match shard.open.get(&ino) {
@@ -170,7 +172,7 @@ impl Passthrough {
         }
     }
 
-    /// One open of an inode has ended.
+    /// Removes an open of an inode.
     pub(crate) fn closed(&self, ino: Ino) {
         let mut shard = self.shard(ino);
         let Some(in_use) = shard.open.get_mut(&ino) else { return };
@@ -189,7 +191,7 @@ impl Passthrough {
         }
     }
 
-    /// The client does not know an inode any more.
+    /// Records that the client has forgotten an inode.
     pub(crate) fn forgotten(&self, ino: Ino) {
         self.shard(ino).mapped.remove(&ino);
     }

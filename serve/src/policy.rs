@@ -11,45 +11,46 @@ use ferry_wire::fuse::{InitFlags, InitOptions, Negotiated, OpenFlags, Timeouts};
 use crate::ShareOptions;
 use crate::session::Session;
 
-/// How much a client may trust what it has seen.
+/// What a client may cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cache {
     /// Nothing: every lookup, getattr and read is a request.
     None,
-    /// Names and attributes for a second; data and length until the next open or a change that is seen (close-to-open).
+    /// Names and attributes for a second; data and size until the next open or a notified change (close-to-open).
     #[default]
     Auto,
     /// Names and attributes as for [`Self::Always`], data not at all.
     Metadata,
-    /// Everything, until the client drops it or is told of a change. Only for sources that report the changes of others.
+    /// Everything, until the client drops it or is notified of a change. Only for sources that report the changes of
+    /// others.
     Always,
 }
 
-/// Whether clients check permissions by POSIX ACLs, too; or whether what they make is labelled.
+/// Whether clients check POSIX ACLs; also whether new files get security labels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Acl {
-    /// Never: these attributes are as any other.
+    /// Never: these attributes are like any other.
     Never,
-    /// Where source and client both have them.
+    /// If both source and client support them.
     #[default]
     Auto,
-    /// Always: a client that has none is refused, and so are all if the source has none.
+    /// Always: clients without support are refused; all clients are if the source has none.
     Always,
 }
 
-/// `Auto` keeps names and attributes this long.
+/// How long `Auto` caches names and attributes.
 const AUTO_TIMEOUT: Duration = Duration::from_secs(1);
-/// `Always` keeps them this long.
+/// How long `Always` caches them.
 const ALWAYS_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
-/// The timeout while an agent holds a lease: the maximum age of what the client keeps if the agent and its guard both die.
+/// The timeout while an agent holds a lease: the maximum age of cached state if both the agent and its guard die.
 const LEASED_TIMEOUT: Duration = Duration::from_secs(10 * 60);
-/// The maximum timeout of names for clients without `NOTIFY_INC_EPOCH`: when changes were missed, or are too many, they cannot be
-/// told that any name may have changed.
+/// The maximum timeout of names for clients without `NOTIFY_INC_EPOCH`: after missed or too many changes, they cannot
+/// be told to drop all names.
 const NO_EPOCH_TIMEOUT: Duration = Duration::from_secs(30);
 /// The first minor version with `NOTIFY_INC_EPOCH` (Linux 6.16).
 const EPOCH_MINOR: u32 = 44;
 
-/// What a client may keep for a time that can be chosen.
+/// A timeout that can be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Timeout {
     /// Names.
@@ -60,7 +61,7 @@ pub enum Timeout {
     Negative,
 }
 
-/// The chosen times; `None`: as the cache mode says.
+/// The timeouts that were set; `None`: that of the cache mode.
 #[derive(Clone, Copy, Debug)]
 struct ChosenTimeouts {
     entry: Option<Duration>,
@@ -68,7 +69,7 @@ struct ChosenTimeouts {
     negative: Option<Duration>,
 }
 
-/// A time that is read for each reply, and may change while the share is served.
+/// A timeout that is read per reply and may change while the share is served.
 #[derive(Debug, Default)]
 struct Lifetime(AtomicU64);
 
@@ -82,15 +83,15 @@ impl Lifetime {
     }
 }
 
-/// How long a client may keep names.
+/// How long a client may cache names.
 #[derive(Debug, Default)]
 struct Names {
     entry: Lifetime,
-    /// That there is none.
+    /// For names that do not exist.
     negative: Lifetime,
 }
 
-/// Which files need a FLUSH when they are closed: it releases locks, and publishes data.
+/// Which files need a FLUSH when they are closed. It releases locks and publishes data.
 #[derive(Clone, Copy, Debug)]
 enum FlushPolicy {
     Always,
@@ -99,34 +100,34 @@ enum FlushPolicy {
     Never,
 }
 
-/// The share's policy. All but the times is worked out once.
+/// The share's policy. All but the timeouts is constant.
 #[derive(Debug)]
 pub(crate) struct Policy {
     cache: Cache,
     chosen: Mutex<ChosenTimeouts>,
-    /// The time of the cache mode.
+    /// The timeout of the cache mode.
     default_timeout: Duration,
-    /// Clients are told of changes.
+    /// Clients are notified of changes.
     receives_notifications: bool,
     attr_timeout: Lifetime,
-    /// What clients keep for long they keep for long only as long as they have an agent, and as for `Auto` otherwise.
+    /// Long timeouts apply only while the client has an agent; otherwise those of `Auto`.
     is_leased: bool,
     names: Names,
-    /// Of clients without `NOTIFY_INC_EPOCH`.
+    /// For clients without `NOTIFY_INC_EPOCH`.
     names_without_epoch: Names,
     direct_opens: bool,
     flush_policy: FlushPolicy,
-    /// Opens show where a file ends now, if the client keeps attributes for a while.
+    /// OPEN checks the size if the client caches attributes.
     revalidates: bool,
     wanted: InitOptions,
-    /// Without these there is no mount.
+    /// INIT is refused without these.
     pub(crate) required: InitFlags,
 }
 
 impl Policy {
-    /// `publishes`: whether the source says what changes.
+    /// `publishes`: whether the source reports changes.
     pub(crate) fn new(options: &ShareOptions, features: Features, publishes: bool) -> Self {
-        // An open can show no change of what never changes.
+        // OPEN need not revalidate files that never change.
         let cache = match options.cache {
             Cache::Auto if features.constant => Cache::Always,
             cache => cache,
@@ -152,9 +153,9 @@ impl Policy {
             | InitFlags::HANDLE_KILLPRIV_V2
             | InitFlags::SETXATTR_EXT
             | InitFlags::CREATE_SUPP_GROUP;
-        // Entries that expire at once are not worth looking up beforehand. Otherwise every listing brings its inodes
-        // along: READDIRPLUS_AUTO would do so for the first 4 KiB of a directory only, and then a walk that looks
-        // at every file (find, ls -l, du, git) asks for each of the rest by itself.
+        // Entries that expire at once are not worth sending. Otherwise every listing includes its inodes:
+        // READDIRPLUS_AUTO would do so only for the first 4 KiB of a directory, and a walk that looks at every file
+        // (find, ls -l, du, git) would send a LOOKUP for each of the others.
         if options.readdirplus && !(entry.is_zero() && attr_timeout.is_zero()) {
             flags |= InitFlags::DO_READDIRPLUS;
         }
@@ -163,21 +164,21 @@ impl Policy {
         let caches_constant = features.constant && cache == Cache::Always;
         let omits_opens = caches_constant && !has_locks;
         if omits_opens {
-            // The client opens for writing without a request, and would take the file for empty.
+            // Without OPEN requests the client would truncate its own view only.
             flags -= InitFlags::ATOMIC_O_TRUNC;
         }
         let acl = options.posix_acl != Acl::Never && features.posix_acl && options.xattr;
         let optional = [
             (features.posix_locks && !are_locks_local, InitFlags::POSIX_LOCKS),
             (features.flock && !are_locks_local, InitFlags::FLOCK_LOCKS),
-            // Agents find directories that the client knows by their handles.
+            // Agents open directories that the client knows by file handles.
             (features.by_number == ByNumber::Any || options.events, InitFlags::EXPORT_SUPPORT),
-            // Handles that lead nowhere once the client has forgotten the inode are worse than none.
+            // File handles that fail once the client has forgotten the inode are worse than none.
             (features.by_number != ByNumber::Any && !options.events, InitFlags::NO_EXPORT_SUPPORT),
             (acl, InitFlags::POSIX_ACL),
             (options.security_label != Acl::Never && options.xattr, InitFlags::SECURITY_CTX),
             (options.mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),
-            // Without an OPEN nothing refuses a file that is opened for writing, and it would seem to be written.
+            // Without OPEN no error would refuse writes, and they would seem to succeed.
             (options.writeback && !omits_opens, InitFlags::WRITEBACK_CACHE),
             (options.allow_idmap, InitFlags::ALLOW_IDMAP),
             (cache == Cache::Auto || options.events, InitFlags::AUTO_INVAL_DATA),
@@ -189,11 +190,11 @@ impl Policy {
             flags |= flag;
         }
         let wanted = InitOptions { flags, ..InitOptions::default() };
-        let demanded = [(options.posix_acl, InitFlags::POSIX_ACL), (options.security_label, InitFlags::SECURITY_CTX)];
-        let demanded = demanded.into_iter().filter(|(when, _)| *when == Acl::Always);
-        let required = demanded.fold(InitFlags::empty(), |required, (_, flag)| required | flag);
+        let mandatory = [(options.posix_acl, InitFlags::POSIX_ACL), (options.security_label, InitFlags::SECURITY_CTX)];
+        let mandatory = mandatory.into_iter().filter(|(when, _)| *when == Acl::Always);
+        let required = mandatory.fold(InitFlags::empty(), |required, (_, flag)| required | flag);
         let direct_opens = options.direct_opens;
-        // A source that waits for somebody else would be asked by each open.
+        // A source that waits for another server would be called at each open.
         let revalidates = (cache == Cache::Auto || is_leased) && !features.waits;
         let flush_policy = match () {
             () if options.single_client => FlushPolicy::Never,
@@ -209,7 +210,7 @@ impl Policy {
             cache,
             chosen: Mutex::new(chosen),
             default_timeout: default,
-            receives_notifications: options.told && publishes,
+            receives_notifications: options.notifications && publishes,
             attr_timeout: Lifetime::default(),
             is_leased,
             names: Names::default(),
@@ -224,7 +225,8 @@ impl Policy {
         policy
     }
 
-    /// Chooses a time from the next reply on; `None`: that of the cache mode. What clients keep already, they keep as they were told.
+    /// Sets a timeout from the next reply on; `None`: that of the cache mode. Entries that clients have cached keep
+    /// theirs.
     pub(crate) fn set_timeout(&self, timeout: Timeout, time: Option<Duration>) {
         let mut chosen = lock(&self.chosen);
         match timeout {
@@ -238,7 +240,7 @@ impl Policy {
     fn apply(&self, chosen: &ChosenTimeouts) {
         let default = self.default_timeout;
         let entry = chosen.entry.unwrap_or(default);
-        // Others may make the name at any time, and to see it late is worse than to see old attributes.
+        // Another client may create the name at any time, and seeing it late is worse than seeing old attributes.
         let negative = chosen.negative.unwrap_or(if default > AUTO_TIMEOUT { entry } else { Duration::ZERO });
         let bound = |chosen: Option<Duration>, timeout: Duration| match chosen {
             None if self.receives_notifications => timeout.min(NO_EPOCH_TIMEOUT),
@@ -255,27 +257,28 @@ impl Policy {
         if agreed.minor < EPOCH_MINOR { &self.names_without_epoch } else { &self.names }
     }
 
-    /// Whether listings may leave out inodes that the client does not look at: not if it knows names for longer.
+    /// Whether listings may omit inodes that the client does not look at; not if it caches names longer than
+    /// attributes.
     pub(crate) fn tries_listings(&self) -> bool {
         self.attr_timeout.get() >= self.names.entry.get()
     }
 
-    /// Whether an open shows where a file ends now, although the client keeps attributes for a while.
+    /// Whether OPEN checks the size although the client caches attributes.
     pub(crate) fn close_to_open(&self, session: &Session) -> bool {
         self.revalidates_attrs() && (!self.is_leased || self.has_lapsed(session))
     }
 
-    /// The same, unless an agent vouches for them.
+    /// The same without regard to leases.
     fn revalidates_attrs(&self) -> bool {
         self.revalidates && !self.attr_timeout.get().is_zero()
     }
 
-    /// Whether agents vouch for what clients keep.
+    /// Whether long timeouts depend on agents.
     pub(crate) fn is_leased(&self) -> bool {
         self.is_leased
     }
 
-    /// Whether no agent vouches for what the client keeps, although one should.
+    /// Whether the client should have an agent's lease and has none.
     fn has_lapsed(&self, session: &Session) -> bool {
         self.is_leased && !session.events.lease.is_valid()
     }
@@ -284,21 +287,22 @@ impl Policy {
         Timeouts { entry: self.names(agreed).entry.get(), attr: self.attr_timeout.get() }
     }
 
-    /// How long a client may keep names and attributes at most.
+    /// Returns how long a client may cache names and attributes.
     pub(crate) fn timeouts(&self, session: &Session) -> Timeouts {
         let Timeouts { entry, attr } = self.timeouts_max(session.negotiated());
         let bound = if self.has_lapsed(session) { AUTO_TIMEOUT } else { Duration::MAX };
         Timeouts { entry: entry.min(bound), attr: attr.min(bound) }
     }
 
-    /// How long a client may keep what it is told of this inode.
+    /// Returns how long a client may cache this inode.
     pub(crate) fn timeouts_of(&self, session: &Session, ino: Ino, attr: &Attr) -> Timeouts {
         let timeouts = self.timeouts(session);
         Timeouts { attr: timeouts.attr.min(Self::attr_timeout_max(session, ino, attr)), ..timeouts }
     }
 
-    /// With `HANDLE_KILLPRIV_V2` a client's kernel does not change the mode that it keeps when a write clears suid and sgid, and
-    /// would go on to execute the file as its owner. So it keeps no attributes of such files, and asks before it executes them.
+    /// With `HANDLE_KILLPRIV_V2` a client's kernel does not update its cached mode when a write clears suid and sgid,
+    /// and would execute the file as its owner. So it must not cache attributes of such files, and requests them
+    /// before it executes one.
     fn attr_timeout_max(session: &Session, ino: Ino, attr: &Attr) -> Duration {
         match &session.passthrough {
             _ if attr.is_set_id() => Duration::ZERO,
@@ -307,20 +311,21 @@ impl Policy {
         }
     }
 
-    /// How long a client may remember that a name does not exist.
+    /// Returns how long a client may cache that a name does not exist.
     pub(crate) fn negative_timeout(&self, session: &Session) -> Duration {
         if self.has_lapsed(session) { Duration::ZERO } else { self.names(session.negotiated()).negative.get() }
     }
 
-    /// What every export of the share would like; each adds its own.
+    /// Returns the options that all exports of the share request at INIT; each adds its own.
     pub(crate) fn init_options(&self) -> InitOptions {
         self.wanted
     }
 
-    /// How the client may treat a file that it opened with these flags; whether it reads and writes it in its window.
+    /// Returns the flags of the reply to an OPEN with these flags. `in_window`: the client reads and writes the file
+    /// in its DAX window.
     pub(crate) fn file_flags(&self, session: &Session, flags: OFlags, in_window: bool) -> OpenFlags {
-        // With DIRECT_IO and without, opens of one inode may be mixed in Linux: `fuse_file_io_open` counts the ones
-        // without only, and excludes nothing but passthrough.
+        // Linux allows opens of one inode with and without DIRECT_IO at a time: `fuse_file_io_open` counts only the
+        // latter, and excludes only passthrough.
         let direct = self.direct_opens && flags.contains(OFlags::DIRECT);
         let open_flags = match self.cache {
             _ if direct => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
@@ -329,14 +334,15 @@ impl Policy {
             Cache::Always if self.has_lapsed(session) => OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
-        // In the window there is no page cache to leave out. But with DIRECT_IO, Linux wants to throw out what is stored there where a
-        // WRITE that makes the file longer begins, and cannot (`invalidate_inode_pages2_range` in `fuse_direct_io`): EBUSY.
+        // In the window there is no page cache to bypass. With DIRECT_IO, a WRITE that extends the file would fail
+        // with EBUSY: Linux cannot invalidate the window's stores where it begins (`invalidate_inode_pages2_range` in
+        // `fuse_direct_io`).
         let open_flags = if in_window { open_flags - OpenFlags::DIRECT_IO } else { open_flags };
         open_flags | self.close_flags(flags)
     }
 
-    /// Whether closing such a file needs a FLUSH. A writable file with other clients does: the FLUSH publishes what was stored through
-    /// mappings, and reports write errors.
+    /// Returns NOFLUSH unless closing such a file needs a FLUSH. A writable file of several clients does: FLUSH
+    /// publishes stores through mappings and reports write errors.
     pub(crate) fn close_flags(&self, flags: OFlags) -> OpenFlags {
         match self.flush_policy {
             FlushPolicy::NotForReaders if flags & OFlags::ACCMODE != OFlags::RDONLY => OpenFlags::empty(),
@@ -345,7 +351,7 @@ impl Policy {
         }
     }
 
-    /// How the client may treat a directory that it opened.
+    /// Returns the flags of the reply to OPENDIR.
     pub(crate) fn dir_flags(&self, session: &Session) -> OpenFlags {
         match self.cache {
             _ if self.has_lapsed(session) => OpenFlags::empty(),
@@ -359,7 +365,7 @@ impl Policy {
 mod tests {
     use super::*;
 
-    /// Of entries, attributes and names that do not exist, with a client of this minor version.
+    /// Returns the timeouts of entries, attributes and negative names, for a client of this minor version.
     fn timeouts_of(options: &ShareOptions, publishes: bool, minor: u32) -> (Duration, Duration, Duration) {
         let policy = Policy::new(options, Features::default(), publishes);
         let agreed = Negotiated { minor, ..Negotiated::BEFORE_INIT };
@@ -376,7 +382,7 @@ mod tests {
             (Cache::Metadata, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
             (Cache::Always, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
         ] {
-            let plain = ShareOptions { cache, told: true, ..ShareOptions::default() };
+            let plain = ShareOptions { cache, notifications: true, ..ShareOptions::default() };
             assert_eq!(timeouts_of(&plain, true, EPOCH_MINOR), expected, "{cache:?}");
             let [entry, attr, negative] = [70, 80, 90].map(Duration::from_secs);
             let (entry_timeout, attr_timeout, negative_timeout) = (Some(entry), Some(attr), Some(negative));
@@ -401,7 +407,7 @@ mod tests {
 
     #[test]
     fn times_change_while_they_are_used() {
-        let options = ShareOptions { told: true, ..ShareOptions::default() };
+        let options = ShareOptions { notifications: true, ..ShareOptions::default() };
         for cache in [Cache::None, Cache::Auto, Cache::Metadata, Cache::Always] {
             let policy = Policy::new(&ShareOptions { cache, ..options.clone() }, Features::default(), true);
             for minor in [EPOCH_MINOR - 1, EPOCH_MINOR] {
@@ -420,7 +426,7 @@ mod tests {
                 assert!(policy.tries_listings() && policy.revalidates_attrs() == (cache == Cache::Auto));
                 policy.set_timeout(Timeout::Attr, Some(Duration::ZERO));
                 assert!(!policy.tries_listings() && !policy.revalidates_attrs());
-                // The longest that a flag takes.
+                // The longest timeout that a flag accepts.
                 let longest = Duration::from_secs(100 * 366 * 86_400);
                 policy.set_timeout(Timeout::Attr, Some(longest));
                 assert_eq!(now().1, longest);
@@ -434,14 +440,18 @@ mod tests {
 
     #[test]
     fn names_last_shorter_where_a_client_cannot_be_told_to_forget_all_of_them() {
-        for (cache, told, publishes, expected) in [
+        for (cache, notifications, publishes, expected) in [
             (Cache::Always, true, true, (NO_EPOCH_TIMEOUT, ALWAYS_TIMEOUT, NO_EPOCH_TIMEOUT)),
             (Cache::Always, true, false, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
             (Cache::Always, false, true, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
             (Cache::Auto, true, true, (AUTO_TIMEOUT, AUTO_TIMEOUT, Duration::ZERO)),
         ] {
-            let options = ShareOptions { cache, told, ..ShareOptions::default() };
-            assert_eq!(timeouts_of(&options, publishes, EPOCH_MINOR - 1), expected, "{cache:?} {told} {publishes}");
+            let options = ShareOptions { cache, notifications, ..ShareOptions::default() };
+            assert_eq!(
+                timeouts_of(&options, publishes, EPOCH_MINOR - 1),
+                expected,
+                "{cache:?} {notifications} {publishes}"
+            );
         }
     }
 }

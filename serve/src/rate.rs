@@ -1,10 +1,10 @@
-//! What requests are charged for a limit of rates ([`RateLimiter`]).
+//! Charges requests to a rate limit ([`RateLimiter`]).
 
 use ferry_engine::RateLimiter;
 use ferry_wire::fuse::{Opcode, Operation};
 
-/// Returns whether a request waits for a limit. Requests that only release something do not: the client, or others, would
-/// wait for what it holds. Nor do those that begin and end a session, and INTERRUPT, which ends another request's wait.
+/// Returns whether a request waits for a limit. Requests that only release something do not: they unblock this client
+/// or others. Nor do those that begin or end a session, and INTERRUPT, which ends another request's wait.
 pub fn is_limited(opcode: u32) -> bool {
     !matches!(
         Opcode::from_raw(opcode),
@@ -21,7 +21,7 @@ pub fn is_limited(opcode: u32) -> bool {
     )
 }
 
-/// Charges a request. Copies within the file system are charged their bytes when they end.
+/// Charges a request. COPY_FILE_RANGE is charged its bytes when it ends.
 pub(crate) fn charge(limiter: &RateLimiter, operation: &Operation<'_>) {
     if is_limited(operation.opcode() as u32) {
         let bytes = match operation {

@@ -1,4 +1,4 @@
-//! Writing replies.
+//! Writes replies.
 
 use ferry_vfs::Errno;
 use ferry_wire::fuse::{Negotiated, REPLY_HEAD_BYTES_MAX, Reply, encode_error};
@@ -6,24 +6,24 @@ use ferry_wire::fuse::{Negotiated, REPLY_HEAD_BYTES_MAX, Reply, encode_error};
 use crate::carrier::HEADER_BYTES;
 use ferry_engine::ReplyBuffer;
 
-/// What became of a reply.
+/// Whether a reply was delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReplyOutcome {
     /// It was written.
     Whole(usize),
-    /// The client does not get it, but an error of so many bytes, or nothing at all.
-    Instead(usize),
+    /// The client gets an error of this many bytes instead, or nothing (0).
+    Undelivered(usize),
 }
 
 impl ReplyOutcome {
     pub(crate) fn bytes(self) -> usize {
         match self {
-            Self::Whole(bytes) | Self::Instead(bytes) => bytes,
+            Self::Whole(bytes) | Self::Undelivered(bytes) => bytes,
         }
     }
 }
 
-/// Writes a reply. A client that left no room for it gets an error, or nothing.
+/// Writes a reply; an error if the client left no room for it, or nothing.
 pub(crate) fn write(
     buffer: &mut impl ReplyBuffer,
     unique: u64,
@@ -35,16 +35,16 @@ pub(crate) fn write(
     let payload = reply.payload();
     let bytes = head.len() + payload.len();
     if buffer.room() < bytes {
-        return ReplyOutcome::Instead(write_error(buffer, unique, Errno::IO));
+        return ReplyOutcome::Undelivered(write_error(buffer, unique, Errno::IO));
     }
     let mut done = buffer.write_at(0, head);
     if done == head.len() && !payload.is_empty() {
         done += buffer.write_at(head.len(), payload);
     }
-    if done == bytes { ReplyOutcome::Whole(bytes) } else { ReplyOutcome::Instead(0) }
+    if done == bytes { ReplyOutcome::Whole(bytes) } else { ReplyOutcome::Undelivered(0) }
 }
 
-/// Writes the head of a reply whose data is in its place already; returns the bytes of the whole.
+/// Writes the header of a reply whose data is in place; returns the bytes of the whole reply.
 pub(crate) fn write_data_head(buffer: &mut impl ReplyBuffer, unique: u64, data_bytes: usize) -> usize {
     match buffer.write_at(0, &Reply::encode_bytes_head(unique, data_bytes)) {
         HEADER_BYTES => HEADER_BYTES + data_bytes,
@@ -58,7 +58,7 @@ pub(crate) fn write_error(buffer: &mut impl ReplyBuffer, unique: u64, errno: Err
     if buffer.room() >= HEADER_BYTES && buffer.write_at(0, &reply) == HEADER_BYTES { HEADER_BYTES } else { 0 }
 }
 
-/// A reply to be written later, by the carrier.
+/// Encodes a reply that the carrier writes later.
 pub(crate) fn to_bytes(unique: u64, session: &Negotiated, outcome: Result<Reply<'_>, Errno>) -> Vec<u8> {
     match outcome {
         Ok(reply) => {
@@ -71,7 +71,7 @@ pub(crate) fn to_bytes(unique: u64, session: &Negotiated, outcome: Result<Reply<
     }
 }
 
-/// A count for the wire.
+/// Converts a count for the wire.
 pub(crate) fn count(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or(u32::MAX)
 }

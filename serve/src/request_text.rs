@@ -6,7 +6,7 @@ use ferry_engine::requests::{Access, Mode, Text, of_data, setattr};
 use ferry_vfs::{DirRange, IoRange};
 use ferry_wire::fuse::Operation;
 
-/// An operation whose `Debug` is for people: what it does, with names and numbers, and without what only programs can use.
+/// An operation whose `Debug` is for people: names and numbers, without what only programs can use.
 pub(crate) struct RequestText<'a>(pub(crate) &'a Operation<'a>);
 
 impl fmt::Debug for RequestText<'_> {

@@ -16,7 +16,7 @@ use ferry_wire::fuse::{
 };
 
 use crate::active_request::ActiveRequest;
-use crate::carrier::{FuseCarrier, Served};
+use crate::carrier::{FuseCarrier, ServeOutcome};
 use crate::mappings::MAPPING_FLAGS;
 use crate::operations::{DetachedTransfer, PendingTransfer};
 use crate::passthrough::Passthrough;
@@ -28,31 +28,31 @@ use crate::session::Session;
 use crate::session::SessionSlot;
 use crate::share::Share;
 
-/// Groups of a caller that are looked at; Linux sends one.
+/// The most supplementary groups of a caller that are read; Linux sends one.
 const GROUPS_MAX: usize = 32;
 
 /// Serves the requests of one worker (a virtqueue, a ring, a thread that reads the device), one at a time.
 pub struct Server {
     pub(crate) share: Arc<Share>,
     slot: Arc<SessionSlot>,
-    /// The client's session, for as long as a batch takes.
+    /// The client's session, cached during a batch.
     session: Option<Arc<Session>>,
     /// The request being served has ended its session.
     session_ended: bool,
     /// The private copy of the request being served.
     head: Vec<u8>,
-    /// Listings, on their way out.
+    /// The buffer of listings.
     pub(crate) scratch: Vec<u8>,
     /// Inodes that a listing refers to.
     pub(crate) referenced: Vec<Ino>,
-    /// Transfers under way, by the low half of their token.
+    /// Pending transfers, by the low half of their token.
     pending_transfers: Vec<Option<PendingTransfer>>,
     pub(crate) recorder: Recorder,
-    /// The request being served, until another thread or a transfer is to end it.
+    /// The request being served, until another thread or a transfer takes over its end.
     pub(crate) active: Option<ActiveRequest>,
-    /// What became of requests that must not be carried out twice.
+    /// Records the start and the reply of requests that must not run twice.
     pub(crate) journal: Option<Journal>,
-    /// A server before this one may have carried out the request being served.
+    /// A previous server may have executed the request being served.
     pub(crate) is_replay: bool,
 }
 
@@ -68,29 +68,29 @@ pub(crate) struct Context<'a> {
     pub(crate) session: &'a Arc<Session>,
     pub(crate) ino: Ino,
     pub(crate) unique: u64,
-    /// The labels of what is made.
+    /// The security labels of a new inode.
     pub(crate) security: SecurityContexts<'a>,
 }
 
 impl Context<'_> {
-    /// Whether the request comes from an agent that replays an event: it changes nothing, announced or not.
+    /// Whether the request comes from an agent that replays an event. It changes nothing, announced or not.
     pub(crate) fn is_of_agent(&self) -> bool {
         self.caller.uid == 0 && self.caller.gid == REPLAY_GID
     }
 
     /// Replies at once.
-    pub(crate) fn done(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> Served {
-        Served::Reply(self.tell(carrier, reply).bytes())
+    pub(crate) fn done(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> ServeOutcome {
+        ServeOutcome::Reply(self.reply(carrier, reply).bytes())
     }
 
-    /// Replies at once; returns whether the client received it.
-    pub(crate) fn tell(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> ReplyOutcome {
+    /// Replies at once; returns whether the reply was delivered.
+    pub(crate) fn reply(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> ReplyOutcome {
         reply::write(carrier, self.unique, self.session.negotiated(), reply)
     }
 }
 
 impl Server {
-    /// Makes a server of a client's session.
+    /// Creates a server of a client's session.
     pub fn new(share: Arc<Share>, slot: Arc<SessionSlot>) -> Self {
         share.clients.add(&slot);
         Self {
@@ -109,29 +109,29 @@ impl Server {
         }
     }
 
-    /// A request begins.
+    /// Begins the log entry and the metrics of a request.
     pub(crate) fn begin_request(&mut self, cx: &Context<'_>, operation: &Operation<'_>) {
         let text = RequestText(operation);
         let logged = LoggedRequest::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &text);
         self.active = Some(ActiveRequest::begin(&mut self.recorder, operation, logged));
     }
 
-    /// Writes down, if anything is, which requests begin and end, as worker number `worker`.
+    /// Records in the session store, if there is one, which requests begin and end, as worker number `worker`.
     #[must_use]
     pub fn with_journal(self, worker: usize) -> Self {
         let journal = self.slot.store.as_ref().map(|store| store.journal(worker));
         Self { journal, ..self }
     }
 
-    /// Serves a request: copies it, once, and serves the copy. A panic of the source passes through: a worker that
+    /// Serves a request: copies it once and serves the copy. A panic of the source passes through: a worker that
     /// catches it calls [`Self::failed`]; others use [`Self::serve_caught`].
-    pub fn serve(&mut self, carrier: &mut impl FuseCarrier) -> Served {
+    pub fn serve(&mut self, carrier: &mut impl FuseCarrier) -> ServeOutcome {
         let message_bytes = carrier.request_bytes();
         let mut header = [0; IN_HEADER_BYTES];
         if carrier.read_at(0, &mut header) < IN_HEADER_BYTES {
             self.share.metrics.invalid();
             self.share.ratelimited_log.warn(format_args!("a request of {message_bytes} bytes has no FUSE header"));
-            return Served::Reply(0);
+            return ServeOutcome::Reply(0);
         }
         let head_bytes = peek(&header).head_bytes(message_bytes);
         let mut head = std::mem::take(&mut self.head);
@@ -144,12 +144,12 @@ impl Server {
     }
 
     /// As [`Self::serve`], but a panic of the source becomes EIO for this request alone.
-    pub fn serve_caught(&mut self, carrier: &mut impl FuseCarrier) -> Served {
+    pub fn serve_caught(&mut self, carrier: &mut impl FuseCarrier) -> ServeOutcome {
         catch_unwind(AssertUnwindSafe(|| self.serve(carrier))).unwrap_or_else(|_| self.failed(carrier))
     }
 
-    fn serve_copy(&mut self, carrier: &mut impl FuseCarrier, head: &[u8], message_bytes: usize) -> Served {
-        // Taken, not cloned: all queues share its counter.
+    fn serve_copy(&mut self, carrier: &mut impl FuseCarrier, head: &[u8], message_bytes: usize) -> ServeOutcome {
+        // Moved, not cloned: all queues share its reference count.
         let session = self.session.take().or_else(|| self.slot.current());
         self.session_ended = false;
         let served = self.serve_in(session.as_ref(), carrier, head, message_bytes);
@@ -165,30 +165,30 @@ impl Server {
         carrier: &mut impl FuseCarrier,
         head: &[u8],
         message_bytes: usize,
-    ) -> Served {
+    ) -> ServeOutcome {
         let agreed = session.map_or(&Negotiated::BEFORE_INIT, |session| session.negotiated());
         match (decode(head, message_bytes, agreed), session) {
             (Err(error), _) => {
                 self.share.metrics.invalid();
-                // Linux passes names on that are too long; every program of the client can make it do so.
+                // Linux passes on names that are too long, so any program of the client could flood the log.
                 if error.errno != Errno::NAMETOOLONG {
                     self.share.ratelimited_log.warn(format_args!("{error}"));
                 }
                 match error.reply_to() {
-                    Some(unique) => Served::Reply(reply::write_error(carrier, unique, error.errno)),
-                    None => Served::NoReply,
+                    Some(unique) => ServeOutcome::Reply(reply::write_error(carrier, unique, error.errno)),
+                    None => ServeOutcome::NoReply,
                 }
             }
             (Ok(Request { operation: Operation::Init(init), unique, .. }), _) => {
                 let timer = self.recorder.begin(Opcode::Init.as_raw() as usize);
                 let outcome = self.init(carrier, unique, &init);
                 self.recorder.end(timer, outcome.map(|_| 0));
-                Served::Reply(outcome.unwrap_or_else(|errno| reply::write_error(carrier, unique, errno)))
+                ServeOutcome::Reply(outcome.unwrap_or_else(|errno| reply::write_error(carrier, unique, errno)))
             }
             (Ok(request), Some(session)) => {
                 let mut groups = [0; GROUPS_MAX];
                 let groups = request.extensions.groups.copy_to(&mut groups);
-                // Without having agreed on it nobody sends any, unless to set attributes of a share that has none.
+                // Unless negotiated, labels would only set attributes of a share that has none.
                 let agreed = session.negotiated().has(InitFlags::SECURITY_CTX);
                 let security = if agreed { request.extensions.security } else { SecurityContexts::default() };
                 let Request { unique, ino, uid, gid, pid, operation, .. } = request;
@@ -199,19 +199,19 @@ impl Server {
                 self.serve_with_replay(&Context { caller, session, ino, unique, security }, &operation, carrier)
             }
             (Ok(request), None) => match request.operation.reply_kind() {
-                Some(_) => Served::Reply(reply::write_error(carrier, request.unique, Errno::NOTCONN)),
-                None => Served::NoReply,
+                Some(_) => ServeOutcome::Reply(reply::write_error(carrier, request.unique, Errno::NOTCONN)),
+                None => ServeOutcome::NoReply,
             },
         }
     }
 
-    /// Begins a session; what an earlier one held (a guest was reset) is given back.
+    /// Begins a session; releases what an earlier one held (the guest was reset).
     fn init(&mut self, buffer: &mut impl ReplyBuffer, unique: u64, init: &InitRequest) -> Result<usize, Errno> {
         let slot = Arc::clone(&self.slot);
         self.session_ended = true;
         let _beginning = slot.end_before_next();
         if let Some(mappings) = &self.slot.mappings {
-            // Whatever comes next finds the window empty: it is carried out afterwards.
+            // The window executes requests in order, so later ones find it empty.
             mappings.clear(Box::new(|_| ()));
         }
         let mut wanted = self.share.policy.init_options();
@@ -219,14 +219,14 @@ impl Server {
             adjust(init, &mut wanted);
         }
         let backings = self.slot.backings.as_ref().filter(|_| self.share.source.features().backing);
-        // What the client's cache holds back would go by the backing file.
+        // Data in the client's write-back cache would bypass the backing file.
         let holds_back = (wanted.flags & init.flags).contains(InitFlags::WRITEBACK_CACHE);
         let backings = backings.filter(|_| !holds_back && wanted.flags.contains(InitFlags::PASSTHROUGH));
         if backings.is_none() {
             wanted.flags -= InitFlags::PASSTHROUGH;
         }
         if wanted.flags.contains(InitFlags::PASSTHROUGH) && init.flags.contains(InitFlags::PASSTHROUGH) {
-            // The backing file is named in the reply to OPEN.
+            // The reply to OPEN names the backing file.
             wanted.flags -= InitFlags::NO_OPEN_SUPPORT;
         }
         let mappings = self.slot.mappings.as_ref().filter(|_| self.share.source.mappable().is_some());
@@ -270,7 +270,7 @@ impl Server {
         self.slot.end();
     }
 
-    /// Remembers what to do when the transfer with this token ends.
+    /// Stores a transfer until it ends.
     pub(crate) fn register_transfer(&mut self, token: u64, transfer: PendingTransfer) {
         let index = slot(token);
         if self.pending_transfers.len() <= index {
@@ -279,7 +279,7 @@ impl Server {
         self.pending_transfers[index] = Some(transfer);
     }
 
-    /// The transfer of the request with this token has ended: finishes its reply. Returns the bytes of the reply.
+    /// Finishes the reply of the request with this token after its transfer; returns the bytes of the reply.
     pub fn transferred(&mut self, token: u64, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
         match self.pending_transfers.get_mut(slot(token)).and_then(Option::take) {
             Some(transfer) => {
@@ -290,21 +290,21 @@ impl Server {
         }
     }
 
-    /// Hands out what is left to do when the transfer with this token ends, for whoever will see it end: another thread,
-    /// perhaps. [`Self::transferred`] then knows nothing of it any more.
+    /// Removes the pending transfer with this token, for another thread or server that will finish it.
+    /// [`Self::transferred`] then ignores the token.
     pub fn detach(&mut self, token: u64) -> Option<DetachedTransfer> {
         let transfer = self.pending_transfers.get_mut(slot(token)).and_then(Option::take)?;
         Some(DetachedTransfer { share: Arc::clone(&self.share), transfer })
     }
 
-    /// Takes in what [`Self::detach`] of another server has handed out, before [`Self::transferred`].
+    /// Adds a transfer that [`Self::detach`] of another server returned; call it before [`Self::transferred`].
     pub fn attach(&mut self, token: u64, unfinished: DetachedTransfer) {
         self.register_transfer(token, unfinished.transfer);
     }
 
-    /// [`Self::serve`] panicked: answers EIO.
-    pub fn failed(&mut self, carrier: &mut impl FuseCarrier) -> Served {
-        // The panic may have come while buffers were lent out.
+    /// Replies with EIO after [`Self::serve`] panicked.
+    pub fn failed(&mut self, carrier: &mut impl FuseCarrier) -> ServeOutcome {
+        // The panic may have dropped the buffer.
         self.head.resize(REQUEST_HEAD_BYTES_MAX, 0);
         if let Some(active) = self.active.take() {
             let recorder = &mut self.recorder;
@@ -314,12 +314,12 @@ impl Server {
         carrier.read_at(0, &mut header);
         let peeked = peek(&header);
         match peeked.wants_reply() {
-            true => Served::Reply(reply::write_error(carrier, peeked.unique, Errno::IO)),
-            false => Served::NoReply,
+            true => ServeOutcome::Reply(reply::write_error(carrier, peeked.unique, Errno::IO)),
+            false => ServeOutcome::NoReply,
         }
     }
 
-    /// Lets go of the session, for an ended one to give back what it held. To be called before the worker waits.
+    /// Drops the cached session, so that an ended one releases what it held. Call it before the worker waits.
     pub fn batch_end(&mut self) {
         self.session = None;
         self.recorder.batch_end();
@@ -335,7 +335,7 @@ pub(crate) fn init_of(init: &InitRequest, negotiated: &Negotiated) -> Init {
     }
 }
 
-/// Tokens count slots in their low half.
+/// The low half of a token is an index.
 fn slot(token: u64) -> usize {
     usize::try_from(token & u64::from(u32::MAX)).unwrap_or(0)
 }

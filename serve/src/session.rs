@@ -27,9 +27,9 @@ use crate::usage::Usage;
 
 pub use slot::SessionSlot;
 
-/// Files and directories that one client may have open at one time: as many as a 9P client may have fids.
+/// The most files and directories that one client may have open: as many as a 9P client may have fids.
 const OPENS_MAX: usize = 1 << 20;
-/// Shards, so that workers rarely meet; a power of two.
+/// Shards reduce contention between workers; a power of two.
 const SHARDS: usize = 64;
 
 /// An inode that the client knows.
@@ -38,15 +38,15 @@ struct InodeState {
     references: u64,
     /// Its record in the session store.
     slot: Option<Slot>,
-    /// The length that the client was last told.
-    length: Option<ReportedSize>,
+    /// The size that the client was last told.
+    size: Option<ReportedSize>,
     kind: Option<FileType>,
 }
 
-/// What is open.
+/// An open file or directory.
 struct OpenState {
     count: u64,
-    /// All that it was opened with.
+    /// The union of the flags that it was opened with.
     flags: OFlags,
     /// Its record in the session store.
     open_record: OpenRecord,
@@ -55,15 +55,15 @@ struct OpenState {
 #[derive(Default)]
 struct Shard {
     references: HashMap<Ino, InodeState>,
-    /// Inodes that the client maps through its DAX window, where the server chooses: the client decides once per inode.
+    /// Inodes that the client maps through its DAX window, with per-inode DAX: the client decides once per inode.
     in_window: HashSet<Ino>,
     opens: HashMap<Open, OpenState>,
-    /// How many of these there are of an inode.
+    /// The number of keys in `opens` per inode.
     open_inodes: HashMap<Ino, usize>,
 }
 
 impl Shard {
-    /// Adds what is open, if it is new.
+    /// Returns the state of an open file; adds it if it is new.
     fn opening(&mut self, open: Open) -> &mut OpenState {
         let open_inodes = &mut self.open_inodes;
         self.opens.entry(open).or_insert_with(|| {
@@ -72,7 +72,7 @@ impl Shard {
         })
     }
 
-    /// What is open goes; returns whether it was the last of its inode.
+    /// Removes an open file; returns whether it was the last of its inode.
     fn remove(&mut self, open: Open) -> bool {
         let mut left = 0;
         if self.opens.remove(&open).is_some()
@@ -111,23 +111,23 @@ pub struct Session {
     source: Arc<dyn FileSystem>,
     shards: [CacheAligned<Mutex<Shard>>; SHARDS],
     open_count: AtomicUsize,
-    /// What generations are made with, where the client's kernel is to vouch for the numbers that it was told of.
+    /// The key of generations, with which the client proves that it was told an inode number.
     generations: Option<RandomState>,
     pub(crate) blocked_locks: Arc<BlockedLocks>,
     pub(crate) passthrough: Option<Passthrough>,
-    /// What maps files into the client's memory, if that was agreed on.
+    /// Maps files into the client's memory, if that was negotiated.
     pub(crate) mappings: Option<Arc<dyn Mappings>>,
     pub(crate) readdirplus_auto: ReaddirplusAuto,
     pub(crate) refusals: StaleOpens,
     pub(crate) removals: Removals,
     pub(crate) events: SessionEvents,
     init: Init,
-    /// Where all of this is written down for the server after this one.
+    /// The record of this session for the next server.
     record: Option<SessionRecord>,
     locks: HeldLocks,
-    /// They were given up, for a server elsewhere to take them.
+    /// The locks were released for migration.
     locks_released: AtomicBool,
-    /// What the server before this one had begun.
+    /// Requests that the previous server had begun.
     journal_entries: Mutex<HashMap<u64, JournalEntry>>,
 }
 
@@ -146,7 +146,7 @@ impl Session {
         (init, record): (Init, Option<SessionRecord>),
     ) -> Self {
         let finds = negotiated.has(InitFlags::EXPORT_SUPPORT) && source.features().by_number == ByNumber::Host;
-        // What is written down outlives the key.
+        // The record outlives the key.
         let generations = (finds && record.is_none()).then(RandomState::new);
         let shards = std::array::from_fn(|_| CacheAligned::default());
         let (id, waits) = (SessionId::unique(), Arc::default());
@@ -176,7 +176,7 @@ impl Session {
         }
     }
 
-    /// Whether a client that leaves it to us is to use its window for a file.
+    /// Whether a client with per-inode DAX uses its window for a file.
     pub(crate) fn dax(&self, attr: &Attr) -> bool {
         let Some(mappings) = self.mappings.as_ref().filter(|_| self.negotiated.has(InitFlags::HAS_INODE_DAX)) else {
             return false;
@@ -188,22 +188,22 @@ impl Session {
     pub(crate) fn is_in_window(&self, ino: Ino) -> bool {
         match self.mappings.is_some() {
             true if self.negotiated.has(InitFlags::HAS_INODE_DAX) => self.shard(ino.0).in_window.contains(&ino),
-            // It uses it for all files then (`dax=always`).
+            // Without per-inode DAX it uses the window for all files (`dax=always`).
             has_window => has_window,
         }
     }
 
-    /// Who makes the changes that come through this session.
+    /// Returns the id of this session, the originator of its changes.
     pub fn id(&self) -> SessionId {
         self.id
     }
 
-    /// What was agreed on.
+    /// Returns the negotiated options.
     pub fn negotiated(&self) -> &Negotiated {
         &self.negotiated
     }
 
-    /// The inodes that the client knows of, but the root: for telling it that anything may have changed.
+    /// Returns the inodes that the client knows, except the root, for invalidating all of them.
     pub fn inodes(&self) -> Vec<Ino> {
         let shards = self.shards.iter().map(|shard| lock(shard));
         shards.flat_map(|shard| shard.references.keys().copied().collect::<Vec<_>>()).collect()
@@ -223,9 +223,9 @@ impl Session {
         lock(&self.shards[index])
     }
 
-    /// The client is told of an inode, and has one reference more; returns what it is told.
+    /// Counts a reference to an inode that is sent to the client; returns the entry to send.
     pub(crate) fn add_reference(&self, entry: Entry) -> Entry {
-        self.note(&entry);
+        self.count_reference(&entry);
         match &self.generations {
             // Clients know the root from the beginning, with generation 0.
             Some(key) if entry.ino != Ino::ROOT => Entry { generation: key.hash_one(entry.ino) >> 32, ..entry },
@@ -233,12 +233,12 @@ impl Session {
         }
     }
 
-    fn note(&self, entry: &Entry) {
+    fn count_reference(&self, entry: &Entry) {
         let ino = entry.ino;
         let mut shard = self.shard(ino.0);
         let known = shard.references.entry(ino).or_default();
         known.references += 1;
-        known.length = ReportedSize::of(&entry.attr);
+        known.size = ReportedSize::of(&entry.attr);
         known.kind = Some(entry.attr.kind());
         if known.references == 1 && self.dax(&entry.attr) {
             shard.in_window.insert(ino);
@@ -253,19 +253,19 @@ impl Session {
         }
     }
 
-    /// The client is told a file's length, or (`None`) changes it itself.
-    pub(crate) fn set_reported_size(&self, ino: Ino, length: Option<ReportedSize>) {
+    /// Records a file's size that is sent to the client, or (`None`) that the client changes it.
+    pub(crate) fn set_reported_size(&self, ino: Ino, size: Option<ReportedSize>) {
         if let Some(known) = self.shard(ino.0).references.get_mut(&ino) {
-            known.length = length;
+            known.size = size;
         }
     }
 
-    /// The length of a file that the client was told last, if it has not changed it since.
+    /// Returns the size that the client was last told, if it has not changed the file since.
     pub(crate) fn reported_size(&self, ino: Ino) -> Option<ReportedSize> {
-        self.shard(ino.0).references.get(&ino).and_then(|known| known.length)
+        self.shard(ino.0).references.get(&ino).and_then(|known| known.size)
     }
 
-    /// Brings a part of a file and what the client has of it in its window together; see [`Mappings::sync`].
+    /// See [`Mappings::sync`].
     pub(crate) fn sync(&self, ino: Ino, part: Range<u64>) -> Result<()> {
         self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.sync(ino, part))
     }
@@ -280,26 +280,26 @@ impl Session {
         self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.writeback_all())
     }
 
-    /// To be called before the client is told of a file's attributes: it may learn that the file has changed, and then its window is to show
-    /// that. What cannot be read it is told when it asks for it.
+    /// Updates the window before attributes are sent: they may show the client that the file has changed. Errors of
+    /// reading are reported when the client accesses the data.
     pub(crate) fn sync_window_before_attr(&self, ino: Ino) {
         if let Some(mappings) = &self.mappings {
             let _ = mappings.sync_if_changed(ino);
         }
     }
 
-    /// Gives all inodes the generation 0: the client finds by number only what it knows.
+    /// Gives all inodes generation 0: the client then finds by number only inodes that it knows.
     pub(crate) fn without_generations(mut self) -> Self {
         self.generations = None;
         self
     }
 
-    /// Whether the client may find an inode by its number. A number that it makes up may be that of a file outside the share.
+    /// Whether the client may find an inode by its number. A forged number may be that of a file outside the share.
     pub(crate) fn may_find(&self, ino: Ino) -> bool {
         self.generations.is_some() || self.source.features().by_number == ByNumber::Any || self.knows(ino)
     }
 
-    /// The file type of an inode, as the client was told.
+    /// Returns the file type of an inode that the client was told.
     pub(crate) fn kind_of(&self, ino: Ino) -> Option<FileType> {
         self.shard(ino.0).references.get(&ino).and_then(|known| known.kind)
     }
@@ -309,7 +309,7 @@ impl Session {
         ino == Ino::ROOT || self.shard(ino.0).references.contains_key(&ino)
     }
 
-    /// The client gives references back; never more than it has.
+    /// Releases references of the client, never more than it has.
     pub(crate) fn forget(&self, ino: Ino, count: u64) {
         let mut shard = self.shard(ino.0);
         let Some(known) = shard.references.get_mut(&ino) else { return };
@@ -323,7 +323,7 @@ impl Session {
             shard.references.remove(&ino);
             shard.in_window.remove(&ino);
         }
-        // With the shard: the client may look the inode up again at once, and what it makes then stays.
+        // Under the shard's lock: the client may look the inode up again at once, and its new state must stay.
         if let Some(passthrough) = self.passthrough.as_ref().filter(|_| is_gone) {
             passthrough.forgotten(ino);
         }
@@ -334,12 +334,12 @@ impl Session {
         self.source.forget(ino, count);
     }
 
-    /// Whether the client may open another file or directory. (Some more, if several do at once.)
+    /// Whether the client may open another file or directory. (Concurrent opens may exceed the limit slightly.)
     pub(crate) fn may_open(&self) -> Result<()> {
         if self.open_count.load(Ordering::Relaxed) < OPENS_MAX { Ok(()) } else { Err(Errno::NFILE) }
     }
 
-    /// The client has opened something, with these flags.
+    /// Records that the client has opened a file with these flags.
     pub(crate) fn opened(&self, open: Open, flags: OFlags) {
         self.open_count.fetch_add(1, Ordering::Relaxed);
         let mut shard = self.shard(open.ino.0);
@@ -356,12 +356,12 @@ impl Session {
         self.shard(open.ino.0).opens.get(&open).is_some_and(OpenState::writes)
     }
 
-    /// Whether the client has a file open for writing, by whichever handle.
+    /// Whether the client has a file open for writing, by any handle.
     pub(crate) fn writes_to(&self, ino: Ino) -> bool {
         self.shard(ino.0).opens.iter().any(|(open, opening)| open.ino == ino && opening.writes())
     }
 
-    /// The client closes a handle, which must be its own.
+    /// Closes a handle, which must be the client's own.
     pub(crate) fn release(&self, caller: &Caller<'_>, open: Open) -> Result<()> {
         let mut shard = self.shard(open.ino.0);
         let opening = shard.opens.get_mut(&open).ok_or(Errno::BADF)?;
@@ -372,7 +372,7 @@ impl Session {
             }
             shard.remove(open)
         };
-        // With the shard: the client may open the file again at once, and lock it.
+        // Under the shard's lock: the client may open the file again at once, and lock it.
         self.locks.released(self.record.as_ref(), open, is_last);
         drop(shard);
         self.open_count.fetch_sub(1, Ordering::Relaxed);
@@ -402,23 +402,23 @@ impl OpenState {
 impl Drop for Session {
     fn drop(&mut self) {
         if self.record.as_ref().is_some_and(SessionRecord::is_current) {
-            // The server ends, and not the client: what it holds is the next server's. Nothing is given up, also no lock.
+            // The server ends, not the client: everything, including locks, is left to the next server.
             return;
         }
         let caller = Caller { session: self.id, ..Caller::default() };
-        // A source that panics for one of them still gets the others.
-        let sure = |give_back: &dyn Fn()| {
-            if catch_unwind(AssertUnwindSafe(give_back)).is_err() {
+        // A panic in one release does not skip the others.
+        let release = |call: &dyn Fn()| {
+            if catch_unwind(AssertUnwindSafe(call)).is_err() {
                 tracing::error!("the source panicked while releasing resources of a closed session");
             }
         };
         for shard in &self.shards {
             let Shard { references, opens, .. } = std::mem::take(&mut *lock(shard));
             for (open, opening) in opens {
-                (0..opening.count).for_each(|_| sure(&|| self.close(&caller, open)));
+                (0..opening.count).for_each(|_| release(&|| self.close(&caller, open)));
             }
             for (ino, known) in references {
-                sure(&|| self.source.forget(ino, known.references));
+                release(&|| self.source.forget(ino, known.references));
             }
         }
     }

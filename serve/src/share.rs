@@ -13,51 +13,53 @@ use crate::operations::DURABLE_FLAGS;
 use crate::policy::{Acl, Cache, Policy, Timeout};
 use crate::usage::{Clients, Usage};
 
-/// How a share is to behave.
+/// The options of a share.
 #[derive(Clone, Debug)]
 pub struct ShareOptions {
-    /// What the log calls it: the directory, or whatever the user named.
+    /// Its name in the log: the directory, or what the user named.
     pub name: String,
-    /// Let clients change nothing, whatever the source would let them.
+    /// Clients may change nothing.
     pub read_only: bool,
-    /// What clients may keep.
+    /// What clients may cache.
     pub cache: Cache,
-    /// How long clients may keep names; `None`: as the cache mode says.
+    /// How long clients may cache names; `None`: as the cache mode says.
     pub entry_timeout: Option<Duration>,
-    /// How long clients may keep attributes; `None`: as the cache mode says.
+    /// How long clients may cache attributes; `None`: as the cache mode says.
     pub attr_timeout: Option<Duration>,
-    /// How long clients may remember that a name does not exist; `None`: as the cache mode says.
+    /// How long clients may cache that a name does not exist; `None`: as the cache mode says.
     pub negative_timeout: Option<Duration>,
-    /// Let the client's page cache hold written data back. The source must have been told.
+    /// The client's page cache may delay writes (`WRITEBACK_CACHE`). The source must have been configured for it.
     pub writeback: bool,
-    /// Files whose data clients may not keep can be mapped all the same; what is mapped is kept until it is unmapped.
+    /// Files whose data clients may not cache can be mapped shared; mapped data is cached until it is unmapped.
     pub mmap: bool,
-    /// Listings bring the attributes along, where clients may keep them.
+    /// Listings include the attributes (READDIRPLUS), where clients may cache them.
     pub readdirplus: bool,
-    /// Extended attributes and POSIX ACLs. Without them a client asks once and never again.
+    /// Extended attributes and POSIX ACLs. Without them a client gets ENOSYS once and does not send these requests
+    /// again.
     pub xattr: bool,
-    /// POSIX ACLs, if [`Self::xattr`] are there.
+    /// POSIX ACLs; needs [`Self::xattr`].
     pub posix_acl: Acl,
-    /// Whether what clients make gets the labels of their security modules at once, if [`Self::xattr`] are there.
+    /// Whether new files get the labels of the client's security modules atomically; needs [`Self::xattr`].
     pub security_label: Acl,
-    /// Clients may make idmapped mounts of it (Linux 6.12, `ALLOW_IDMAP`). Linux then names the caller only where something is
-    /// made: root and others are [`ferry_vfs::Caller::UNKNOWN`] otherwise.
+    /// Clients may make idmapped mounts of it (Linux 6.12, `ALLOW_IDMAP`). Linux then sends the caller only with
+    /// requests that create something; otherwise it is [`ferry_vfs::Caller::UNKNOWN`].
     pub allow_idmap: bool,
-    /// Files opened with `O_DIRECT` leave the client's page cache out altogether. Without, Linux sends an
-    /// `O_DIRECT | O_SYNC` write down the cached path and an fsync behind it: 30 instead of 200 thousand a second.
+    /// Files opened with `O_DIRECT` bypass the client's page cache. Otherwise Linux serves an `O_DIRECT | O_SYNC`
+    /// write by the cached path followed by an fsync, which is several times slower.
     pub direct_opens: bool,
-    /// Locks are each client's own, which its kernel keeps: others do not meet them. Then no FLUSH is needed to give them back, and Linux
-    /// (from 5.16 on, and not with [`Self::writeback`]) sends none for files that were opened for reading only.
+    /// Each client's kernel keeps its own locks; they do not conflict with those of others. Then no FLUSH is needed
+    /// to release them, and Linux (from 5.16 on, without [`Self::writeback`]) sends none for files opened for reading
+    /// only.
     pub local_locks: bool,
-    /// Nobody but this share's one client reaches the source's files. Its kernel keeps the locks then, which would meet no others, and is
-    /// asked for no FLUSH, whatever files were opened for.
+    /// Only this share's one client accesses the source's files. Its kernel keeps the locks, and it sends no FLUSH at
+    /// all.
     pub single_client: bool,
-    /// Clients are told of what others change, as far as the source says so. Those that cannot be told that any name may
-    /// have changed then keep names for half a minute at most, unless it is chosen how long.
-    pub told: bool,
-    /// Agents of clients are told what others do, for programs that watch files. The source must publish events.
+    /// Clients are notified of changes by others, as far as the source reports them. Clients that cannot drop all
+    /// names at once then cache names for half a minute at most, unless a timeout is set.
+    pub notifications: bool,
+    /// Clients' agents receive events, for programs that watch files. The source must publish events.
     pub events: bool,
-    /// Charges requests; the carrier waits before it takes the next one. `None`: there is never a limit.
+    /// Charges requests; the carrier waits before it takes the next one. `None`: no limit can be set.
     pub limiter: Option<Arc<RateLimiter>>,
 }
 
@@ -80,7 +82,7 @@ impl Default for ShareOptions {
             direct_opens: false,
             local_locks: false,
             single_client: false,
-            told: false,
+            notifications: false,
             events: false,
             limiter: None,
         }
@@ -94,7 +96,7 @@ pub struct Share {
     pub(crate) policy: Policy,
     pub(crate) read_only: bool,
     pub(crate) xattr: bool,
-    /// Writes with one of these wait for a device.
+    /// Writes with one of these flags wait for a device.
     pub(crate) waiting_flags: OFlags,
     pub(crate) ratelimited_log: RatelimitedLog,
     pub(crate) blocking_pool: BlockingPool,
@@ -132,12 +134,12 @@ impl Share {
         }
     }
 
-    /// The source.
+    /// Returns the source.
     pub fn source(&self) -> &Arc<dyn FileSystem> {
         &self.source
     }
 
-    /// The log for messages that a client can cause.
+    /// Returns the log for messages that a client can cause.
     pub fn ratelimited_log(&self) -> &RatelimitedLog {
         &self.ratelimited_log
     }
@@ -152,17 +154,17 @@ impl Share {
         self.clients.usage()
     }
 
-    /// Changes how long clients may keep what they are told, from the next reply on; `None`: as the cache mode says.
+    /// Sets a timeout from the next reply on; `None`: as the cache mode says.
     pub fn set_timeout(&self, timeout: Timeout, time: Option<Duration>) {
         self.policy.set_timeout(timeout, time);
     }
 
-    /// The limiter, for carriers: they wait as long as it says before they take the next request.
+    /// Returns the limiter, for carriers: they wait as long as it says before they take the next request.
     pub fn limiter(&self) -> Option<&Arc<RateLimiter>> {
         self.limiter.as_ref()
     }
 
-    /// Threads for what may take long.
+    /// Returns the threads for long calls.
     pub fn blocking_pool(&self) -> &BlockingPool {
         &self.blocking_pool
     }

@@ -1,4 +1,4 @@
-//! What clients hold, for the metrics: counted when it is asked for, not per request.
+//! What clients hold, for the metrics: counted on demand, not per request.
 
 use std::sync::{Arc, Mutex, Weak};
 
@@ -25,7 +25,7 @@ pub(crate) trait Client: Send + Sync {
 pub(crate) struct Clients(Mutex<Vec<Weak<dyn Client>>>);
 
 impl Clients {
-    /// Adds a client, unless it is known; forgets those that are gone.
+    /// Adds a client unless it is known; drops those that are gone.
     pub(crate) fn add<C: Client + 'static>(&self, client: &Arc<C>) {
         let client: Weak<dyn Client> = Arc::downgrade(client) as _;
         let mut clients = lock(&self.0);

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use ferry_engine::{CallSnapshot, CurrentRequest, GenerationCell, MonitoredWorker, NotEnded, Replacement, Watch};
-use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server};
+use ferry_serve::{FuseCarrier, HEADER_BYTES, ServeOutcome, Server};
 use ferry_vfs::Errno;
 use ferry_vfs::sync::lock;
 use ferry_wire::fuse::abi::InterruptIn;
@@ -255,7 +255,7 @@ impl<'a> Work<'a> {
         let mut carrier = DeviceCarrier::new(reader, reply_channel, (generation, memory, counters));
         let mut served = server.serve_caught(&mut carrier);
         let mut loaded = None;
-        if let (Served::Transfer, Some(mut transfer)) = (served, carrier.transfer.take()) {
+        if let (ServeOutcome::Transfer, Some(mut transfer)) = (served, carrier.transfer.take()) {
             loaded = spliced.load(&transfer, unique, room_bytes);
             let outcome = if let Some(loaded) = &loaded {
                 counters.system_calls.add(loaded.calls);
@@ -269,9 +269,9 @@ impl<'a> Work<'a> {
             if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
                 counters.read_bytes.add(*bytes as u64);
             }
-            served = Served::Reply(server.transferred(carrier.token(), &mut carrier, outcome));
+            served = ServeOutcome::Reply(server.transferred(carrier.token(), &mut carrier, outcome));
         }
-        if carrier.is_asked.get() && served != Served::Later {
+        if carrier.is_monitored.get() && served != ServeOutcome::Later {
             reader.readers.deferred.end(unique);
         }
         let ours = reader.generation_cell.end(generation);
@@ -279,8 +279,8 @@ impl<'a> Work<'a> {
             reader.readers.come_back(reader.thread.get().copied());
         }
         match (served, loaded) {
-            (Served::Reply(_), Some(loaded)) if ours => ToSend::Loaded(loaded),
-            (Served::Reply(bytes), None) if ours => ToSend::Bytes(bytes),
+            (ServeOutcome::Reply(_), Some(loaded)) if ours => ToSend::Loaded(loaded),
+            (ServeOutcome::Reply(bytes), None) if ours => ToSend::Bytes(bytes),
             _ => ToSend::Bytes(0),
         }
     }

@@ -150,7 +150,7 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         single_client: options.single_client,
         // The kernel refuses a connection with idmapped mounts unless it checks permissions itself.
         allow_idmap: options.allow_idmap && options.default_permissions,
-        told: true,
+        notifications: true,
         limiter: options.limiter.clone(),
         ..ShareOptions::default()
     }

@@ -61,7 +61,7 @@ impl VirtioFs {
             direct_opens: false,
             local_locks: options.local_locks,
             single_client: false,
-            told: false,
+            notifications: false,
             events: options.events,
             limiter: options.limiter.clone(),
         };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferry_engine::RateLimiter;
-use ferry_serve::{Carrier, DetachedTransfer, FuseCarrier, ReplyBuffer, Served, Server, TransferRequest};
+use ferry_serve::{Carrier, DetachedTransfer, FuseCarrier, ReplyBuffer, ServeOutcome, Server, TransferRequest};
 use ferry_vhost::{Answer, Chain, Io, Placement, Port, QueueHandler};
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, peek};
 
@@ -91,10 +91,10 @@ impl QueueHandler for Handler {
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
         let mut request = Request { chain, io, port: &self.port };
         match self.server.serve_caught(&mut request) {
-            Served::Reply(bytes) => Answer::Done(written(bytes)),
-            Served::NoReply => Answer::Done(0),
-            Served::Transfer | Served::Later => Answer::Later,
-            Served::Parked => Answer::Parked,
+            ServeOutcome::Reply(bytes) => Answer::Done(written(bytes)),
+            ServeOutcome::NoReply => Answer::Done(0),
+            ServeOutcome::Transfer | ServeOutcome::Later => Answer::Later,
+            ServeOutcome::Parked => Answer::Parked,
         }
     }
 

@@ -1,4 +1,4 @@
-//! How long an agent vouches for what its client's kernel has cached.
+//! The lease during which an agent keeps its kernel's caches valid.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,19 +6,19 @@ use std::time::{Duration, Instant};
 
 use ferry_vfs::Handle;
 
-/// How long after a request of an agent it still counts as there.
+/// How long an agent counts as alive after a request.
 const LEASE: Duration = Duration::from_secs(2);
-/// How long an agent waits at most where caches are leased: half a lease, so that a busy guest renews it in time.
+/// The longest wait of an agent where caches are leased: half a lease, so that a busy guest renews it in time.
 pub(crate) const RENEWAL: Duration = Duration::from_secs(1);
 
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// Valid for a while after each request of an agent; at first it is not.
+/// Valid for [`LEASE`] after each request of an agent; not valid initially.
 #[derive(Debug, Default)]
 pub(crate) struct Lease {
-    /// In nanoseconds since the start.
+    /// In nanoseconds since [`START`]; 0: no agent.
     until: AtomicU64,
-    /// The agent's root directory, which its kernel closes when the agent ends.
+    /// The agent's handle of the root directory, which its kernel closes when the agent ends.
     handle: AtomicU64,
 }
 
@@ -27,7 +27,7 @@ fn nanoseconds(time: Duration) -> u64 {
 }
 
 impl Lease {
-    /// The agent has asked for something.
+    /// Renews the lease at a request of the agent.
     pub(crate) fn renew(&self) {
         self.renew_at(START.elapsed());
     }
@@ -36,22 +36,22 @@ impl Lease {
         self.until.store(nanoseconds(now + LEASE), Ordering::Relaxed);
     }
 
-    /// The agent has asked for events, by this handle.
+    /// Renews the lease at a request for events by this handle.
     pub(crate) fn renew_by(&self, handle: Handle) {
         self.handle.store(handle.0, Ordering::Relaxed);
         self.renew();
     }
 
-    /// The client closes a directory: its agent has ended if it is the agent's.
+    /// Ends the lease if the client has closed the agent's handle.
     pub(crate) fn closed(&self, handle: Handle) {
         if self.until.load(Ordering::Relaxed) != 0 && self.handle.load(Ordering::Relaxed) == handle.0 {
             self.until.store(0, Ordering::Relaxed);
         }
     }
 
-    /// Whether an agent tells the client's kernel what changes.
+    /// Whether an agent keeps the client's caches valid.
     pub(crate) fn is_valid(&self) -> bool {
-        // Without an agent the clock is not read.
+        // Without an agent the clock need not be read.
         self.until.load(Ordering::Relaxed) != 0 && self.is_valid_at(START.elapsed())
     }
 
@@ -64,7 +64,7 @@ impl Lease {
 mod tests {
     use super::*;
 
-    /// A guest may stop for any time, whatever it has done before.
+    /// A guest may be stopped for any time.
     #[test]
     fn a_lease_ends_after_any_jump_of_time() {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;

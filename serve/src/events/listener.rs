@@ -1,4 +1,4 @@
-//! From a source's changes and events to the queue of one client.
+//! Translates a source's changes and events for the queue of one client.
 
 use std::sync::{Arc, Weak};
 
@@ -10,39 +10,39 @@ use ferry_wire::events::Kind;
 
 use super::queue::Queue;
 
-/// A client that is told of what others do to what it knows.
+/// A client that receives the changes that others make to the inodes that it knows.
 pub trait EventClient: Send + Sync + 'static {
-    /// It replays events: it is told of a new file by its name, even if it knows the file, because it has not made the name
-    /// yet. Others are told, beside the events, what is not valid any more.
+    /// Whether it replays events. An agent gets the events of a new file by name even if it knows the inode, because
+    /// it has not created the name yet. Other clients also get invalidations.
     const IS_AGENT: bool;
 
-    /// Whose own changes are not told.
+    /// Returns the client's session, whose own changes are left out.
     fn session(&self) -> SessionId;
 
-    /// What it is a client of.
+    /// Returns the source.
     fn source(&self) -> &dyn FileSystem;
 
-    /// Returns the number by which the client knows an inode, and whether it is a directory as far as that is known;
-    /// `None` if the client does not know it.
+    /// Returns the client's number of an inode, and whether it is a directory as far as that is known; `None` if the
+    /// client does not know the inode.
     fn known(&self, ino: Ino) -> Option<(Ino, bool)>;
 }
 
-/// Fills a client's queue, until the subscription is dropped.
+/// Fills a client's queue until the subscription is dropped.
 pub fn subscribe<C: EventClient>(changes: &Changes, client: &Arc<C>, queue: &Arc<Queue>) -> Subscription {
     let has_events = client.source().features().events;
     changes.listen(EventListener { client: Arc::downgrade(client), queue: Arc::clone(queue), has_events })
 }
 
-/// Queues what happens to what the client knows.
+/// Queues the events of the inodes that the client knows.
 struct EventListener<C> {
     client: Weak<C>,
     queue: Arc<Queue>,
-    /// The source publishes events, which say more than changes.
+    /// The source publishes events, which have more detail than changes.
     has_events: bool,
 }
 
 impl<C: EventClient> Listener for EventListener<C> {
-    /// Changes by other sessions, and those that no session made if the source has no events for them.
+    /// Queues changes by other sessions, and those without a session if the source publishes no events.
     fn changed(&self, change: &Change, by: SessionId) {
         let Some(client) = self.client.upgrade().filter(|client| client.session() != by) else { return };
         let place = |ino: &Ino| Place { ino: *ino, name: None };
@@ -67,8 +67,8 @@ impl<C: EventClient> Listener for EventListener<C> {
     fn happened(&self, event: &Event, by: SessionId) {
         let Some(client) = self.client.upgrade().filter(|client| client.session() != by) else { return };
         let (by_name, by_number) = (|| self.queue.by_new_name(event), || known(&*client, event));
-        let told = if C::IS_AGENT { by_name().or_else(by_number) } else { by_number().or_else(by_name) };
-        if let Some(event) = told {
+        let queued = if C::IS_AGENT { by_name().or_else(by_number) } else { by_number().or_else(by_name) };
+        if let Some(event) = queued {
             self.queue.push(event);
         }
     }
@@ -85,12 +85,13 @@ impl<C: EventClient> Listener for EventListener<C> {
 }
 
 impl<C: EventClient> EventListener<C> {
-    /// A change of no client. An event may tell of it by a name, and so not of which inode.
+    /// Queues an invalidation for a change without a session. The event of the same change may have only a name and
+    /// no inode.
     fn stale(&self, client: &C, change: &Change) {
         let (kind, ino) = match change {
             Change::Data { ino, .. } => (Kind::StaleData, ino),
             Change::Attr { ino } => (Kind::StaleAttributes, ino),
-            // Also where not all is watched any more.
+            // Also sent when the source can no longer watch everything.
             Change::All if !C::IS_AGENT => return self.queue.push(Event::Lost),
             _ => return,
         };
@@ -100,7 +101,7 @@ impl<C: EventClient> EventListener<C> {
     }
 }
 
-/// What has happened to a name of which it is only known that it is another: it was made if it is there.
+/// Returns the event for a name whose inode has changed: created if the name exists, removed otherwise.
 fn name_now(client: &impl EventClient, dir: Ino, name: &NameBuf) -> Event {
     let (source, caller) = (client.source(), Caller { session: client.session(), ..Caller::default() });
     match source.lookup(&caller, dir, name.as_name()) {
@@ -113,8 +114,8 @@ fn name_now(client: &impl EventClient, dir: Ino, name: &NameBuf) -> Event {
     }
 }
 
-/// Returns the part of an event that concerns what the client knows, with the client's numbers. The inode of a new name
-/// keeps the source's: the client does not know it.
+/// Returns the part of an event that concerns inodes that the client knows, with the client's numbers. The inode of a
+/// new name keeps the source's number: the client does not know it.
 fn known(client: &impl EventClient, event: &Event) -> Option<Event> {
     let number = |ino: Ino| client.known(ino).map(|(number, _)| number);
     let at = |place: &Place| Some(Place { ino: number(place.ino)?, name: place.name.clone() });
@@ -141,7 +142,7 @@ fn known(client: &impl EventClient, event: &Event) -> Option<Event> {
             }
         }
         Event::Lost => Event::Lost,
-        // Sources that know of more kinds have no clients that do.
+        // Clients know no other kinds.
         _ => return None,
     })
 }

@@ -1,4 +1,4 @@
-//! The events that a client has not received yet.
+//! The events that a client has not processed yet.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
@@ -10,25 +10,26 @@ use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Event, Ino, NameBuf, Place, Result};
 use ferry_wire::events::{Kind, MessageWriter, Record};
 
-/// The most events of one client: a client that takes longer to deal with them than this forgets everything instead.
+/// The most events of one client. Beyond that all are dropped, and the client must drop its caches.
 pub(crate) const EVENTS_MAX: usize = 1 << 16;
 
-/// How far the queue is searched for what becomes of a new name. Those who make a file and move it away do so at once.
+/// How many events are searched for a removal or rename of a new name: temporary files are renamed soon after they
+/// are created.
 const LOOK_AHEAD: usize = 1024;
 
-type AnswerFn = Box<dyn FnOnce(Result<Vec<u8>>) + Send>;
+type ReplyFn = Box<dyn FnOnce(Result<Vec<u8>>) + Send>;
 
-/// Who reads the messages.
+/// The reader.
 #[derive(Clone, Copy, Debug)]
 enum Reader {
-    /// An agent, which announces each event before it replays it.
+    /// An agent. It announces each event before it replays it.
     Agent {
-        /// The client's kernel keeps what it knows for as long as an agent asks.
+        /// The client's caches stay valid only as long as an agent asks for events.
         is_leased: bool,
     },
-    /// A client, which acknowledges what it has dealt with.
+    /// A client that acknowledges the events that it has processed.
     Client {
-        /// The longest message that it takes.
+        /// The longest message that it accepts.
         bytes_max: usize,
     },
 }
@@ -37,35 +38,35 @@ struct State {
     reader: Reader,
     events: VecDeque<(u64, Event)>,
     last: u64,
-    /// The last event that a client was sent.
+    /// The last event that was sent to a client.
     sent: u64,
-    /// The last event that is told because others were lost.
+    /// The last of the events that replace lost ones.
     last_unsure: u64,
     is_lossy: bool,
-    /// The thread that was told that events were lost, and has not asked since.
-    told_of_loss: Option<u32>,
-    /// The changes of data and attributes among the events that later ones are merged with.
+    /// The thread that was told of a loss and has not sent another request since.
+    loss_sent_to: Option<u32>,
+    /// The queued events of data and attributes with which later ones are merged.
     mergeable: HashSet<MergeKey>,
-    /// What is not valid any more, which a client is told before the events.
+    /// Invalidations, which a client gets before the events.
     stale: HashSet<(Kind, Ino)>,
-    /// New names that the client has not looked up yet, by their inodes, which it does not know.
-    coming: HashMap<Ino, (Ino, NameBuf)>,
-    /// Those of a client, in their order.
-    coming_order: VecDeque<Ino>,
+    /// New names that the client has not looked up yet, by the source's inode number.
+    new_names: HashMap<Ino, (Ino, NameBuf)>,
+    /// The inodes of `new_names` in order of creation, for a client.
+    new_names_order: VecDeque<Ino>,
     parked: Option<Parked>,
 }
 
 /// A reader that waits.
 struct Parked {
-    /// Its thread in the client; 0 of a 9P client.
+    /// Its thread in the client; 0 for a 9P client.
     pid: u32,
     until: Instant,
-    answer: AnswerFn,
+    reply: ReplyFn,
 }
 
 type MergeKey = (Discriminant<Event>, Place);
 
-/// What events have in common that are merged.
+/// Returns what mergeable events must have in common.
 fn merge_key(event: &Event) -> Option<MergeKey> {
     match event {
         Event::Modified(place) | Event::Closed(place) | Event::Attributes(place) => {
@@ -92,26 +93,26 @@ impl State {
                     return;
                 }
                 if matches!(event, Event::Modified(_)) {
-                    // Who waits for the end of writing reads what was written before it.
+                    // A watcher of `Closed` must see one after the last `Modified`.
                     self.mergeable.remove(&(discriminant(&Event::Closed(place.clone())), place.clone()));
                 }
             }
             Event::Created { dir, name, ino, .. } => {
-                self.separate(*dir, name);
+                self.end_merging(*dir, name);
                 if let Some(ino) = ino {
-                    self.comes(*ino, (*dir, name.clone()));
+                    self.add_new_name(*ino, (*dir, name.clone()));
                 }
             }
             Event::Removed { dir, name, .. } => {
-                self.separate(*dir, name);
-                self.coming.retain(|_, at| (at.0, &at.1) != (*dir, name));
+                self.end_merging(*dir, name);
+                self.new_names.retain(|_, at| (at.0, &at.1) != (*dir, name));
             }
             Event::Renamed { from, to, exchanged, .. } => {
-                self.separate(from.0, &from.1);
-                self.separate(to.0, &to.1);
-                // What had the new name has none any more, or the old one.
-                self.coming.retain(|_, at| *exchanged || at != to);
-                for at in self.coming.values_mut() {
+                self.end_merging(from.0, &from.1);
+                self.end_merging(to.0, &to.1);
+                // The inode that had the new name has none any more, or has the old name after an exchange.
+                self.new_names.retain(|_, at| *exchanged || at != to);
+                for at in self.new_names.values_mut() {
                     match at == from {
                         true => *at = to.clone(),
                         false if at == to => *at = from.clone(),
@@ -128,24 +129,24 @@ impl State {
         self.events.push_back((self.last, event));
     }
 
-    /// The client will look up an inode by this name. Agents do so when they replay the event. When a client does is not
-    /// known, so its last ones are kept.
-    fn comes(&mut self, ino: Ino, at: (Ino, NameBuf)) {
+    /// Records that the client will look up an inode by this name. Agents do so when they replay the event. For other
+    /// clients the time is unknown, so their last ones are kept.
+    fn add_new_name(&mut self, ino: Ino, at: (Ino, NameBuf)) {
         if matches!(self.reader, Reader::Client { .. }) {
-            self.coming_order.push_back(ino);
-            if self.coming_order.len() > LOOK_AHEAD
-                && let Some(oldest) = self.coming_order.pop_front()
+            self.new_names_order.push_back(ino);
+            if self.new_names_order.len() > LOOK_AHEAD
+                && let Some(oldest) = self.new_names_order.pop_front()
             {
-                self.coming.remove(&oldest);
+                self.new_names.remove(&oldest);
             }
         }
-        if self.coming.len() < LOOK_AHEAD {
-            self.coming.insert(ino, at);
+        if self.new_names.len() < LOOK_AHEAD {
+            self.new_names.insert(ino, at);
         }
     }
 
-    /// A name refers to another file from now on: later changes are not those of before.
-    fn separate(&mut self, dir: Ino, name: &NameBuf) {
+    /// Prevents merging across a change of a name: it refers to another file from now on.
+    fn end_merging(&mut self, dir: Ino, name: &NameBuf) {
         if self.mergeable.is_empty() {
             return;
         }
@@ -160,8 +161,8 @@ impl State {
         self.events.clear();
         self.stale.clear();
         self.mergeable.clear();
-        self.coming.clear();
-        self.coming_order.clear();
+        self.new_names.clear();
+        self.new_names_order.clear();
         self.is_lossy = true;
     }
 
@@ -172,10 +173,10 @@ impl State {
         Some(event)
     }
 
-    /// The first events as a message for a thread; they stay until they are announced or acknowledged.
+    /// Encodes the first events as a message for a thread. They stay queued until they are announced or acknowledged.
     fn message(&mut self, pid: u32) -> Vec<u8> {
         if self.is_lossy {
-            self.told_of_loss = Some(pid);
+            self.loss_sent_to = Some(pid);
         }
         let message = MessageWriter::new(std::mem::take(&mut self.is_lossy));
         let (mut message, is_client) = match self.reader {
@@ -183,7 +184,7 @@ impl State {
             Reader::Agent { .. } => (message, false),
             Reader::Client { bytes_max } => (message.within(bytes_max), true),
         };
-        // Without acknowledgement: a message that is not received loses everything.
+        // Invalidations are not acknowledged: if a message is not received, the queue is reset (`lose`).
         self.stale.retain(|(kind, ino)| !message.push(&Record::stale(*kind, *ino)));
         for (number, event) in self.events.iter().filter(|_| self.stale.is_empty()) {
             let record = Record::of(*number, event).map(|record| match is_client {
@@ -194,7 +195,7 @@ impl State {
                 break;
             }
             if is_client {
-                // What happens from now on, the client may deal with after this, and is told once more.
+                // Later changes are not merged with this event: the client may have processed it before them.
                 self.sent = *number;
                 merge_key(event).iter().for_each(|key| _ = self.mergeable.remove(key));
             }
@@ -204,13 +205,13 @@ impl State {
 }
 
 impl Queue {
-    /// Of an agent. What happened before is not known.
+    /// Creates the queue of an agent. Earlier events are reported as lost.
     pub(crate) fn new(is_leased: bool) -> Self {
         Self::of(Reader::Agent { is_leased })
     }
 
-    /// Of a client that acknowledges events ([`Self::acknowledge`]) and takes messages of up to `bytes_max` bytes. What
-    /// happened before is not known.
+    /// Creates the queue of a client that acknowledges events ([`Self::acknowledge`]) and accepts messages of up to
+    /// `bytes_max` bytes. Earlier events are reported as lost.
     pub fn of_client(bytes_max: usize) -> Self {
         Self::of(Reader::Client { bytes_max })
     }
@@ -223,16 +224,16 @@ impl Queue {
             sent: 0,
             is_lossy: true,
             last_unsure: 0,
-            told_of_loss: None,
+            loss_sent_to: None,
             mergeable: HashSet::new(),
             stale: HashSet::new(),
-            coming: HashMap::new(),
-            coming_order: VecDeque::new(),
+            new_names: HashMap::new(),
+            new_names_order: VecDeque::new(),
             parked: None,
         }))
     }
 
-    /// Removes what the client has dealt with: events that it was sent, up to this number.
+    /// Removes the events that the client has processed, up to this number; only events that were sent.
     pub fn acknowledge(&self, number: u64) {
         let state = &mut *lock(&self.0);
         let number = number.min(state.sent);
@@ -241,7 +242,7 @@ impl Queue {
         }
     }
 
-    /// Has the client forget everything: it has not received a message.
+    /// Makes the client drop its caches, because it has not received a message.
     pub fn lose(&self) {
         lock(&self.0).lose();
     }
@@ -251,12 +252,12 @@ impl Queue {
         lock(&self.0).parked.is_some()
     }
 
-    /// Adds an event, and answers the reader that waits.
+    /// Adds an event and replies to the waiting reader.
     pub(crate) fn push(&self, event: Event) {
         self.change(|state| state.add(event));
     }
 
-    /// Something that the client has of an inode is not valid any more.
+    /// Adds an invalidation of an inode's data or attributes.
     pub(crate) fn stale(&self, kind: Kind, ino: Ino) {
         self.change(|state| {
             state.stale.insert((kind, ino));
@@ -269,29 +270,30 @@ impl Queue {
     fn change(&self, change: impl FnOnce(&mut State)) {
         let mut state = lock(&self.0);
         change(&mut state);
-        if let Some(Parked { pid, answer, .. }) = state.parked.take() {
+        if let Some(Parked { pid, reply, .. }) = state.parked.take() {
             let message = state.message(pid);
             drop(state);
-            answer(Ok(message));
+            reply(Ok(message));
         }
     }
 
-    /// Adds what the client is told of because events were lost.
+    /// Adds events that replace lost ones.
     pub(crate) fn refresh(&self, events: impl Iterator<Item = Event>) {
         events.for_each(|event| self.push(event));
         let state = &mut *lock(&self.0);
         state.last_unsure = state.last;
     }
 
-    /// Whether events were lost before this one.
+    /// Whether this event replaces a lost one.
     pub(crate) fn is_unsure(&self, number: u64) -> bool {
         number <= lock(&self.0).last_unsure
     }
 
-    /// An event of an inode that the client does not know yet, by the name that will make it known.
+    /// Returns an event of an inode that the client does not know yet, with the name by which it will look the inode
+    /// up.
     pub(crate) fn by_new_name(&self, event: &Event) -> Option<Event> {
         let (Event::Modified(place) | Event::Closed(place) | Event::Attributes(place)) = event else { return None };
-        let at = place.name.is_none().then(|| lock(&self.0).coming.get(&place.ino).cloned())?;
+        let at = place.name.is_none().then(|| lock(&self.0).new_names.get(&place.ino).cloned())?;
         let place = at.map(|(dir, name)| Place { ino: dir, name: Some(name) })?;
         Some(match event {
             Event::Modified(_) => Event::Modified(place),
@@ -300,45 +302,45 @@ impl Queue {
         })
     }
 
-    /// Whether this thread has just had the client's kernel drop what it could. Another one, which was killed, may not have:
-    /// the loss is told again.
+    /// Whether this thread was told of a loss, so that it has made its kernel drop its caches. If it was another
+    /// thread, which may have been killed before that, the loss is reported again.
     pub(crate) fn take_dropped(&self, pid: u32) -> bool {
         let state = &mut *lock(&self.0);
-        let told = state.told_of_loss.take();
-        state.is_lossy |= told.is_some_and(|told| told != pid);
-        told == Some(pid)
+        let thread = state.loss_sent_to.take();
+        state.is_lossy |= thread.is_some_and(|thread| thread != pid);
+        thread == Some(pid)
     }
 
-    /// Calls `answer` with a message for a thread once there is something to tell; with an empty one when `until` has passed, if a
-    /// [`super::Timer`] watches the queue. A reader that waits already is told that another has come (`BUSY`).
-    pub fn wait(&self, pid: u32, until: Instant, answer: impl FnOnce(Result<Vec<u8>>) + Send + 'static) {
+    /// Calls `reply` with a message for a thread as soon as there are events; with an empty message when `until` has
+    /// passed, if a [`super::Timer`] watches the queue. A reader that waits already gets `BUSY`.
+    pub fn wait(&self, pid: u32, until: Instant, reply: impl FnOnce(Result<Vec<u8>>) + Send + 'static) {
         let mut state = lock(&self.0);
         let before = state.parked.take();
         if state.events.is_empty() && matches!(state.reader, Reader::Agent { .. }) {
-            // Everything was replayed.
-            state.coming.clear();
+            // All events were replayed.
+            state.new_names.clear();
         }
         if state.events.is_empty() && state.stale.is_empty() && !state.is_lossy {
-            state.parked = Some(Parked { pid, until, answer: Box::new(answer) });
+            state.parked = Some(Parked { pid, until, reply: Box::new(reply) });
             drop(state);
         } else {
             let message = state.message(pid);
             drop(state);
-            answer(Ok(message));
+            reply(Ok(message));
         }
         if let Some(before) = before {
-            (before.answer)(Err(Errno::BUSY));
+            (before.reply)(Err(Errno::BUSY));
         }
     }
 
-    /// Replies to an agent that has waited long enough; returns when the one that waits has.
+    /// Replies to a reader whose deadline has passed; otherwise returns the deadline of the waiting reader.
     pub(crate) fn expire(&self, now: Instant) -> Option<Instant> {
         let mut state = lock(&self.0);
         match state.parked.take() {
-            Some(Parked { pid, until, answer }) if until <= now => {
+            Some(Parked { pid, until, reply }) if until <= now => {
                 let message = state.message(pid);
                 drop(state);
-                answer(Ok(message));
+                reply(Ok(message));
                 None
             }
             parked => {
@@ -348,15 +350,15 @@ impl Queue {
         }
     }
 
-    /// Has the agent ask again.
+    /// Ends the wait with EINTR, so that the agent repeats its request.
     pub(crate) fn interrupt(&self) {
         let parked = lock(&self.0).parked.take();
         if let Some(parked) = parked {
-            (parked.answer)(Err(Errno::INTR));
+            (parked.reply)(Err(Errno::INTR));
         }
     }
 
-    /// Adds the first event again: the agent that has announced it was killed.
+    /// Puts back the event at the front: the agent that announced it was killed.
     pub(crate) fn put_back(&self, number: u64, event: Event) {
         let state = &mut *lock(&self.0);
         if state.events.len() >= EVENTS_MAX {
@@ -366,8 +368,8 @@ impl Queue {
         state.events.push_front((number, event));
     }
 
-    /// The agent is about to replay an event: it and those before it are done. Returns it, and whether what it made has
-    /// gone from its name since.
+    /// Removes an event that the agent is about to replay, and those before it. Returns the event, and whether a
+    /// later event removes the name that it creates.
     pub(crate) fn announce(&self, number: u64) -> Option<(Event, bool)> {
         let state = &mut *lock(&self.0);
         while state.events.front().is_some_and(|(first, _)| *first < number) {

@@ -1,17 +1,17 @@
-//! What a client's agent replays, and placeholders for what has gone since.
+//! The event that a client's agent replays, and placeholders for files that are gone.
 
 use std::collections::HashMap;
 
 use ferry_vfs::{Attr, Event, FileType, Ino, NameBuf};
 
-/// The most placeholders of one client. With more, replays to the files of earlier ones fail.
+/// The most placeholders of one client. Beyond that all are dropped, and replays to their files fail.
 const PLACEHOLDERS_MAX: usize = 4096;
-/// Where the numbers of placeholders begin. Those that the client knows for another inode are skipped.
+/// The first inode number of placeholders. Numbers that the client knows already are skipped.
 const PLACEHOLDERS_FIRST: u64 = 0xfe57_0000_0000_0000;
-/// A name that has gone from the source.
+/// A directory and a name in it.
 pub(crate) type At = (Ino, NameBuf);
 
-/// An inode that only the client's kernel knows.
+/// An inode that exists only in the client's kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Placeholder {
     pub(crate) ino: Ino,
@@ -32,17 +32,17 @@ pub(crate) struct Active {
     pub(crate) pid: u32,
     pub(crate) number: u64,
     pub(crate) event: Event,
-    /// The call was made: the name is looked up as any other from now on.
+    /// The call was replayed: the name is looked up as any other from now on.
     pub(crate) is_done: bool,
-    /// The name that was made refers to a placeholder.
+    /// The created name refers to a placeholder.
     pub(crate) is_gone: bool,
-    /// The attributes were asked for.
+    /// The agent has requested the attributes.
     pub(crate) has_attributes: bool,
-    /// Events were lost: the name under which the client has the inode may be that of another by now.
+    /// Events were lost, so the client's name of the inode may belong to another inode by now.
     pub(crate) is_unsure: bool,
 }
 
-/// What is being replayed in a client, and its placeholders.
+/// The replay of one client, and its placeholders.
 #[derive(Debug, Default)]
 pub(crate) struct Replays {
     pub(crate) active: Option<Active>,
@@ -51,12 +51,12 @@ pub(crate) struct Replays {
 }
 
 impl Replays {
-    /// The event that this thread replays.
+    /// Returns the event that this thread replays.
     pub(crate) fn active(&mut self, pid: u32) -> Option<&mut Active> {
         self.active.as_mut().filter(|active| active.pid == pid)
     }
 
-    /// Takes the event that another thread has announced and not replayed: an agent was killed.
+    /// Takes an event that another thread announced and did not replay: that agent was killed.
     pub(crate) fn take_interrupted(&mut self, pid: u32) -> Option<(u64, Event)> {
         let active = self.active.take_if(|active| active.pid != pid && !active.is_done)?;
         Some((active.number, active.event))
@@ -66,7 +66,8 @@ impl Replays {
         self.placeholders.values().find(|placeholder| placeholder.ino == ino).copied()
     }
 
-    /// The placeholder of a name, a new one if it has none of that type. `is_known`: the client knows the number otherwise.
+    /// Returns the placeholder of a name; creates one if there is none of that type. `is_known`: whether the client
+    /// knows a number already.
     pub(crate) fn add_placeholder(&mut self, at: At, kind: FileType, is_known: impl Fn(Ino) -> bool) -> Placeholder {
         let mode = kind.as_raw_mode() | if kind == FileType::Directory { 0o700 } else { 0o600 };
         if let Some(known) = self.placeholders.get(&at).filter(|known| known.mode == mode) {

@@ -1,4 +1,4 @@
-//! Ends the waiting for events, on one thread for all clients of a share.
+//! Ends waits for events at their deadlines, on one thread for all clients of a share.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Instant;
@@ -11,7 +11,7 @@ use super::queue::Queue;
 struct State {
     queues: Vec<Weak<Queue>>,
     has_thread: bool,
-    /// Somebody waits since the thread has looked.
+    /// A reader has begun to wait since the thread last looked.
     is_changed: bool,
     is_over: bool,
 }
@@ -22,7 +22,7 @@ struct Inner {
     changed: Condvar,
 }
 
-/// Replies to readers of queues that have waited for as long as they may.
+/// Replies to readers whose deadline has passed.
 #[derive(Default)]
 pub struct Timer(Arc<Inner>);
 
@@ -33,7 +33,7 @@ impl std::fmt::Debug for Timer {
 }
 
 impl Timer {
-    /// Somebody waits at a queue.
+    /// Watches the deadline of a queue's reader.
     pub fn watch(&self, queue: &Arc<Queue>) {
         let mut state = lock(&self.0.state);
         let queue = Arc::downgrade(queue);
@@ -46,7 +46,7 @@ impl Timer {
             let thread = std::thread::Builder::new().name("events".into()).spawn(move || inner.run());
             match thread {
                 Ok(_) => state.has_thread = true,
-                Err(error) => tracing::warn!("events are waited for without a limit: cannot start a thread: {error}"),
+                Err(error) => tracing::warn!("waits for events have no deadline: cannot start a thread: {error}"),
             }
         }
         state.is_changed = true;

@@ -8,20 +8,21 @@ use ferry_wire::events::{ANNOUNCE, INTERRUPT, MESSAGE_BYTES_MAX, WAIT};
 use ferry_wire::fuse::{Operation, Reply};
 
 use crate::active_request::DetachedRequest;
-use crate::carrier::{FuseCarrier, Served};
+use crate::carrier::{FuseCarrier, ServeOutcome};
 use crate::events::{Queue, RENEWAL, subscribe};
 use crate::reply;
 use crate::server::{Context, Server};
 use crate::session::Session;
 
-/// How long an agent waits at most. A guest's kernel cannot interrupt the request, so an agent that is killed ends only
-/// then, and a mount can only be unmounted then.
+/// The longest wait of an agent. A guest's kernel cannot interrupt the request, so a killed agent ends, and its mount
+/// can be unmounted, only after this time.
 const WAIT_MAX: Duration = Duration::from_secs(5);
 
-/// The most inodes that a client is told of after it has dropped its caches.
+/// The most inodes for which events are sent after a client has dropped its caches.
 const REFRESHED_MAX: usize = 4096;
 
-/// Events were lost, and the client's kernel has dropped what is not in use: the rest may be old, and would be for minutes.
+/// Queues events for the inodes that the client still knows after a loss. Its kernel has dropped only what is not in
+/// use; the rest may be stale for minutes.
 fn refresh(session: &Session, queue: &Queue) {
     let inodes = session.inodes().into_iter().take(REFRESHED_MAX).chain([Ino::ROOT]);
     queue.refresh(inodes.map(|ino| {
@@ -32,18 +33,18 @@ fn refresh(session: &Session, queue: &Queue) {
 }
 
 impl Server {
-    /// Serves an agent's request; `None` if it is to be served as any other.
+    /// Serves an agent's request; returns `None` if it must be served as any other.
     pub(crate) fn agent_request(
         &mut self,
         cx: &Context<'_>,
         operation: &Operation<'_>,
         carrier: &mut impl FuseCarrier,
-    ) -> Option<Result<Served>> {
+    ) -> Option<Result<ServeOutcome>> {
         match *operation {
             Operation::Ioctl { command: WAIT | ANNOUNCE | INTERRUPT, .. } if !self.share.events => {
                 Some(Err(Errno::NOTTY))
             }
-            // Others could take the agent's events, or have the kernel see what did not happen.
+            // Other users could take the agent's events, or make the kernel raise false ones.
             Operation::Ioctl { command: WAIT | ANNOUNCE | INTERRUPT, .. } if !cx.is_of_agent() => {
                 Some(Err(Errno::PERM))
             }
@@ -53,7 +54,7 @@ impl Server {
             }
             Operation::Ioctl { command: ANNOUNCE, input, .. } => Some(self.announce(cx, input, carrier)),
             Operation::Ioctl { command: INTERRUPT, .. } => {
-                cx.session.events.give_up();
+                cx.session.events.interrupt_agent();
                 Some(Ok(cx.done(carrier, &Reply::Ioctl { result: 0, data: &[] })))
             }
             _ if cx.is_of_agent() => self.replay(cx, operation, carrier),
@@ -61,7 +62,12 @@ impl Server {
         }
     }
 
-    fn wait_for_events(&mut self, cx: &Context<'_>, handle: Handle, carrier: &mut impl FuseCarrier) -> Result<Served> {
+    fn wait_for_events(
+        &mut self,
+        cx: &Context<'_>,
+        handle: Handle,
+        carrier: &mut impl FuseCarrier,
+    ) -> Result<ServeOutcome> {
         let changes = self.share.source.changes().ok_or(Errno::NOTTY)?;
         let is_leased = self.share.policy.is_leased();
         let queue = cx.session.events.queue_or(is_leased, |queue| subscribe(changes, cx.session, queue));
@@ -72,7 +78,7 @@ impl Server {
         if queue.take_dropped(cx.caller.pid) && is_leased {
             refresh(cx.session, queue);
         }
-        // From here on every change is told.
+        // From here on every change is queued.
         cx.session.events.lease.renew_by(handle);
         let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.session.negotiated());
         let request = DetachedRequest::new(self.active.take(), &self.share.metrics);
@@ -86,6 +92,6 @@ impl Server {
             request.end(outcome.map(|data| data.len()));
         });
         self.share.event_timer.watch(queue);
-        Ok(Served::Parked)
+        Ok(ServeOutcome::Parked)
     }
 }

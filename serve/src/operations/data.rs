@@ -8,7 +8,7 @@ use ferry_vfs::{Backing, Change, Data, Errno, Ino, IoRange, OFlags, Result, Sess
 use ferry_wire::fuse::{Negotiated, Reply, WRITE_HEAD_BYTES};
 
 use crate::active_request::ActiveRequest;
-use crate::carrier::{FuseCarrier, HEADER_BYTES, Served};
+use crate::carrier::{FuseCarrier, HEADER_BYTES, ServeOutcome};
 use crate::reply;
 use crate::server::{Context, Server};
 use crate::session::Session;
@@ -16,16 +16,16 @@ use crate::share::Share;
 use ferry_engine::metrics::Timer;
 use ferry_engine::{DataInput, DataOutput, ReplyBuffer, TransferRequest};
 
-/// Writes with one of these are durable when they are answered.
+/// Writes with one of these flags are durable when the reply is sent.
 pub(crate) const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
 
-/// A transfer under way.
+/// A transfer that has not ended.
 #[derive(Debug)]
 pub(crate) struct PendingTransfer {
     unique: u64,
     kind: Kind,
     request: Option<ActiveRequest>,
-    /// The client, if it has a window that is to show what was written.
+    /// The client, if it has a window that must show the written data.
     window_of: Option<Arc<Session>>,
 }
 
@@ -42,7 +42,7 @@ enum Kind {
         /// See [`Server::write`].
         cached: bool,
     },
-    /// An fsync, behind a write of so many bytes that the source made itself.
+    /// An fsync after a write that the source made itself; `bytes` were written.
     Durable {
         bytes: usize,
     },
@@ -56,36 +56,41 @@ impl Server {
         self.register_transfer(carrier.token(), PendingTransfer { unique: cx.unique, kind, request, window_of });
     }
 
-    pub(crate) fn read(&mut self, cx: &Context<'_>, range: &IoRange, carrier: &mut impl FuseCarrier) -> Result<Served> {
+    pub(crate) fn read(
+        &mut self,
+        cx: &Context<'_>,
+        range: &IoRange,
+        carrier: &mut impl FuseCarrier,
+    ) -> Result<ServeOutcome> {
         let room = carrier.room().checked_sub(HEADER_BYTES).ok_or(Errno::IO)?;
         let bytes_max = room.min(range.len as usize);
         let range = IoRange { len: reply::count(bytes_max), ..*range };
         let mut out = DataOutput::new(carrier, HEADER_BYTES, bytes_max);
         match self.share.source.read(&cx.caller, &range, &mut out)? {
             Data::Bytes(claimed) => {
-                // What lies behind `done` is whatever the memory held before.
+                // Beyond `done` the memory holds old data.
                 if claimed > out.done() {
                     return Err(self.check_claim(cx.ino, "read", claimed, out.done()));
                 }
-                Ok(Served::Reply(reply::write_data_head(carrier, cx.unique, claimed)))
+                Ok(ServeOutcome::Reply(reply::write_data_head(carrier, cx.unique, claimed)))
             }
             Data::Extent(extent) => {
                 self.begin(cx, carrier, Kind::Read { bytes_max });
                 carrier.transfer(TransferRequest::read(extent, HEADER_BYTES, bytes_max));
-                Ok(Served::Transfer)
+                Ok(ServeOutcome::Transfer)
             }
         }
     }
 
-    /// Serves WRITE. Of what comes out of the client's page cache (`cached`) Linux takes any success for the whole
-    /// (`fuse_writepage_end`): so less than the whole is an error then, and what was lost is told by fsync or close.
+    /// Serves WRITE. For writes from the client's page cache (`cached`), Linux takes any success for the whole
+    /// (`fuse_writepage_end`). So a short write is an error, which fsync or close then reports.
     pub(crate) fn write(
         &mut self,
         cx: &Context<'_>,
         range: &IoRange,
         cached: bool,
         carrier: &mut impl FuseCarrier,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         // The decoder has checked that the message is as long as it says.
         let bytes_max = range.len as usize;
         let mut input = DataInput::new(&*carrier, WRITE_HEAD_BYTES, bytes_max);
@@ -96,7 +101,7 @@ impl Server {
                     return Err(self.check_claim(cx.ino, "write", claimed, most));
                 }
                 publish(&self.share, cx.caller.session, range.ino, range.offset, claimed);
-                // What fails here fails again when the file is closed.
+                // An error is reported when the file is closed.
                 let _ = cx.session.sync(range.ino, part(range.offset, claimed));
                 is_whole(cached, claimed, bytes_max)?;
                 self.written(cx, range, claimed, carrier)
@@ -107,36 +112,36 @@ impl Server {
                 self.begin(cx, carrier, Kind::Write { by, ino, offset, bytes_max, cached });
                 let message = (WRITE_HEAD_BYTES, bytes_max);
                 carrier.transfer(TransferRequest::write(extent, message, range.clear_privileges, waits));
-                Ok(Served::Transfer)
+                Ok(ServeOutcome::Transfer)
             }
         }
     }
 
-    /// A source claims to have moved more bytes than it can have.
+    /// Logs that a source claims to have moved more bytes than it can have.
     fn check_claim(&self, ino: Ino, what: &str, claimed: usize, most: usize) -> Errno {
         let share = &self.share;
         share.ratelimited_log.warn(format_args!("the source claims a {what} of {claimed} bytes of {ino:?}, of {most}"));
         Errno::IO
     }
 
-    /// Replies to a write that the source made itself, once it is as durable as its flags ask for.
+    /// Replies to a write that the source made itself, after an fsync if its flags require one.
     fn written(
         &mut self,
         cx: &Context<'_>,
         range: &IoRange,
         bytes: usize,
         carrier: &mut impl FuseCarrier,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         if bytes > 0 && range.flags.intersects(DURABLE_FLAGS) {
-            // O_SYNC is O_DSYNC and one bit more.
+            // O_SYNC includes the bit of O_DSYNC.
             let data_only = !range.flags.contains(OFlags::SYNC);
             match self.share.source.fsync(&cx.caller, range.ino, range.handle, data_only) {
-                // A source without fsync has nothing that could be lost or kept.
+                // A source without fsync has no durable storage.
                 Ok(None) | Err(Errno::NOSYS) => {}
                 Ok(Some(file)) => {
                     self.begin(cx, carrier, Kind::Durable { bytes });
                     carrier.transfer(TransferRequest::fsync(file, data_only));
-                    return Ok(Served::Transfer);
+                    return Ok(ServeOutcome::Transfer);
                 }
                 Err(errno) => return Err(errno),
             }
@@ -151,19 +156,19 @@ impl Server {
         file: Option<Arc<Backing>>,
         data_only: bool,
         carrier: &mut impl FuseCarrier,
-    ) -> Served {
+    ) -> ServeOutcome {
         match file {
             None => cx.done(carrier, &Reply::Empty),
             Some(file) => {
                 self.begin(cx, carrier, Kind::Fsync);
                 carrier.transfer(TransferRequest::fsync(file, data_only));
-                Served::Transfer
+                ServeOutcome::Transfer
             }
         }
     }
 }
 
-/// A request whose transfer is under way, apart from the server that began it.
+/// A request whose transfer has not ended, detached from the server that began it.
 #[derive(Debug)]
 pub struct DetachedTransfer {
     pub(crate) share: Arc<Share>,
@@ -171,14 +176,14 @@ pub struct DetachedTransfer {
 }
 
 impl DetachedTransfer {
-    /// The transfer has ended: finishes the reply. Returns the bytes of the reply.
+    /// Finishes the reply after the transfer; returns the bytes of the reply.
     pub fn finish(self, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
         self.transfer.finish(&self.share, buffer, outcome, |timer, outcome| self.share.metrics.end(timer, outcome))
     }
 }
 
 impl PendingTransfer {
-    /// Writes the reply of a transfer that has ended; returns its bytes. `count` counts the request.
+    /// Writes the reply of a transfer that has ended; returns its bytes. `count` records the request in the metrics.
     pub(crate) fn finish(
         self,
         share: &Share,
@@ -188,13 +193,13 @@ impl PendingTransfer {
     ) -> usize {
         let Self { unique, kind, request, window_of } = self;
         let outcome = outcome.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error));
-        let told = match (&kind, outcome) {
+        let result = match (&kind, outcome) {
             (Kind::Write { bytes_max, cached, .. }, Ok(bytes)) => is_whole(*cached, bytes, *bytes_max).map(|()| bytes),
             (Kind::Durable { bytes }, Ok(_)) => Ok(*bytes),
             _ => outcome,
         };
         if let Some(request) = request {
-            request.end_transfer(told, count);
+            request.end_transfer(result, count);
         }
         let reply = match (kind, outcome) {
             (_, Err(errno)) => return reply::write_error(buffer, unique, errno),
@@ -205,10 +210,10 @@ impl PendingTransfer {
                 let bytes = bytes.min(bytes_max);
                 publish(share, by, ino, offset, bytes);
                 if let Some(session) = window_of {
-                    // What fails here fails again when the file is closed.
+                    // An error is reported when the file is closed.
                     let _ = session.sync(ino, part(offset, bytes));
                 }
-                if let Err(errno) = told {
+                if let Err(errno) = result {
                     return reply::write_error(buffer, unique, errno);
                 }
                 Reply::Write { bytes: reply::count(bytes) }
@@ -220,13 +225,12 @@ impl PendingTransfer {
     }
 }
 
-/// Whether so many bytes are enough for a write; see [`Server::write`]. Why there are no more was told to nobody; after some of
-/// them it is mostly want of room, and the client's kernel tells that from all else only.
+/// Whether a write is long enough; see [`Server::write`]. A short write has no errno; ENOSPC is the usual cause.
 fn is_whole(cached: bool, bytes: usize, bytes_max: usize) -> Result<()> {
     if cached && bytes < bytes_max { Err(Errno::NOSPC) } else { Ok(()) }
 }
 
-/// So many bytes of a file, by their offsets.
+/// The range of a file from `offset` on.
 fn part(offset: u64, bytes: usize) -> Range<u64> {
     offset..offset.saturating_add(bytes as u64)
 }

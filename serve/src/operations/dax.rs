@@ -5,20 +5,20 @@ use ferry_wire::fuse::abi::RemovemappingOne;
 use ferry_wire::fuse::{Records, Reply};
 
 use crate::active_request::DetachedRequest;
-use crate::carrier::{FuseCarrier, Served};
+use crate::carrier::{FuseCarrier, ServeOutcome};
 use crate::mappings::{Mapping, MappingReply};
 use crate::reply;
 use crate::server::{Context, Server};
 
 impl Server {
-    /// Whatever its handle is: Linux names none.
+    /// Ignores the handle: Linux sends none.
     pub(crate) fn setupmapping(
         &mut self,
         cx: &Context<'_>,
         (offset, len, window_offset): (u64, u64, u64),
         (read, write): (bool, bool),
         carrier: &mut impl FuseCarrier,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let mappings = cx.session.mappings.as_ref().ok_or(Errno::NOSYS)?;
         let (by, ino) = (cx.caller.session, cx.ino);
         if !cx.session.knows(ino) {
@@ -32,9 +32,9 @@ impl Server {
         }
         let may_write = write || cx.session.writes_to(ino);
         let mapping = Mapping { by, ino, offset, len, window_offset, write, may_write };
-        let answer = self.mapped(cx, carrier);
-        mappings.map(mapping, answer);
-        Ok(Served::Parked)
+        let reply = self.mapping_reply(cx, carrier);
+        mappings.map(mapping, reply);
+        Ok(ServeOutcome::Parked)
     }
 
     pub(crate) fn removemapping(
@@ -42,16 +42,16 @@ impl Server {
         cx: &Context<'_>,
         ranges: &Records<'_, RemovemappingOne>,
         carrier: &mut impl FuseCarrier,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let mappings = cx.session.mappings.as_ref().ok_or(Errno::NOSYS)?;
         let ranges = ranges.iter().map(|range| (range.moffset, range.len)).collect();
-        let answer = self.mapped(cx, carrier);
-        mappings.unmap(cx.caller.session, ranges, answer);
-        Ok(Served::Parked)
+        let reply = self.mapping_reply(cx, carrier);
+        mappings.unmap(cx.caller.session, ranges, reply);
+        Ok(ServeOutcome::Parked)
     }
 
-    /// How a change of the client's window answers its request.
-    pub(super) fn mapped(&mut self, cx: &Context<'_>, carrier: &mut impl FuseCarrier) -> MappingReply {
+    /// Returns a function that replies to the request when the window has changed.
+    pub(super) fn mapping_reply(&mut self, cx: &Context<'_>, carrier: &mut impl FuseCarrier) -> MappingReply {
         let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.session.negotiated());
         let request = DetachedRequest::new(self.active.take(), &self.share.metrics);
         Box::new(move |outcome| {

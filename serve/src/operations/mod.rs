@@ -1,4 +1,4 @@
-//! The FUSE operations, one file for each family. A method of `Server` serves the opcode of its name.
+//! The FUSE operations, one file per family. Methods of `Server` have the names of the opcodes that they serve.
 
 mod agent;
 mod attr;

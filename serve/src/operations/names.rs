@@ -4,10 +4,10 @@ use ferry_engine::ReplyBuffer;
 use ferry_vfs::{CreateArgs, Entry, Ino, Name, RenameFlags, Result, XattrFlags, checks};
 use ferry_wire::fuse::Reply;
 
-use crate::carrier::Served;
+use crate::carrier::ServeOutcome;
 use crate::server::{Context, Server};
 
-/// What was made, by its name.
+/// The name of a new inode.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum NewName<'a> {
     Dir(Name<'a>),
@@ -15,7 +15,7 @@ pub(crate) enum NewName<'a> {
 }
 
 impl Server {
-    pub(crate) fn readlink(&self, cx: &Context<'_>, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+    pub(crate) fn readlink(&self, cx: &Context<'_>, buffer: &mut impl ReplyBuffer) -> Result<ServeOutcome> {
         let target = self.share.source.readlink(&cx.caller, cx.ino)?;
         Ok(cx.done(buffer, &Reply::Bytes(checks::target(&target)?)))
     }
@@ -27,7 +27,7 @@ impl Server {
         name: NewName<'_>,
         entry: Entry,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let entry = self.apply_security_label(cx, entry, Some(name))?;
         let (NewName::Dir(name) | NewName::Other(name)) = name;
         self.entry(cx, Some(name), entry, buffer)
@@ -39,7 +39,7 @@ impl Server {
         name: Name<'_>,
         target: &[u8],
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let entry = self.share.source.symlink(&cx.caller, cx.ino, name, target)?;
         self.reply_with_new(cx, NewName::Other(name), entry, buffer)
     }
@@ -50,7 +50,7 @@ impl Server {
         name: Name<'_>,
         new: &CreateArgs,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let entry = self.share.source.mknod(&cx.caller, cx.ino, name, new)?;
         self.reply_with_new(cx, NewName::Other(name), entry, buffer)
     }
@@ -61,7 +61,7 @@ impl Server {
         name: Name<'_>,
         new: &CreateArgs,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let entry = self.share.source.mkdir(&cx.caller, cx.ino, name, new)?;
         self.reply_with_new(cx, NewName::Dir(name), entry, buffer)
     }
@@ -72,9 +72,9 @@ impl Server {
         from: Ino,
         name: Name<'_>,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let entry = self.share.source.link(&cx.caller, from, cx.ino, name)?;
-        // The name that is written down may go before this one.
+        // The recorded name may be removed before this one.
         cx.session.renamed(&cx.caller, &[(cx.ino, name)]);
         self.entry(cx, Some(name), entry, buffer)
     }
@@ -105,12 +105,12 @@ impl Server {
         Ok(())
     }
 
-    /// Gives what was just made the labels that came with the request. Where that fails nothing is left of it.
+    /// Sets the security labels of the request on a new inode. If that fails, the inode is removed.
     pub(crate) fn apply_security_label(
         &self,
         cx: &Context<'_>,
         mut entry: Entry,
-        made: Option<NewName<'_>>,
+        name: Option<NewName<'_>>,
     ) -> Result<Entry> {
         if cx.security.is_empty() {
             return Ok(entry);
@@ -124,14 +124,14 @@ impl Server {
                 Ok(entry)
             }
             Err(errno) => {
-                let unmade = match made {
+                let removed = match name {
                     Some(NewName::Dir(name)) => Some(source.rmdir(&cx.caller, cx.ino, name)),
                     Some(NewName::Other(name)) => Some(source.unlink(&cx.caller, cx.ino, name)),
                     None => None,
                 };
-                let outcome = match unmade {
+                let outcome = match removed {
                     Some(Ok(())) => "; it is removed".into(),
-                    Some(Err(errno)) => format!("; nor can it be removed: {errno}"),
+                    Some(Err(errno)) => format!("; it cannot be removed: {errno}"),
                     None => String::new(),
                 };
                 self.share.ratelimited_log.warn(format_args!("a new file cannot be labelled: {errno}{outcome}"));

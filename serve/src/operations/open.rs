@@ -6,16 +6,17 @@ use ferry_engine::ReplyBuffer;
 use ferry_vfs::{
     Attr, Change, CreateArgs, Entry, Errno, Event, Handle, Ino, Name, OFlags, Place, Result, SessionId, SetAttr,
 };
-use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
+use ferry_wire::fuse::{InitFlags, OpenFlags, OpenReply, Reply};
 
 use super::names::NewName;
-use crate::carrier::Served;
+use crate::carrier::ServeOutcome;
 use crate::open_file::Open;
 use crate::reply::ReplyOutcome;
 use crate::server::{Context, Server};
 
-/// How often a file is to be made whose name comes and goes: Linux looks again only once, and programs see an error then.
-const CREATE_TRIES: usize = 8;
+/// Attempts to create a file whose name is removed and created concurrently. Linux retries only once, and programs
+/// then see an error.
+const CREATE_ATTEMPTS: usize = 8;
 
 impl Server {
     pub(crate) fn open(
@@ -24,18 +25,18 @@ impl Server {
         flags: OFlags,
         clear_privileges: bool,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         // Linux then opens files without a request, and sends no RELEASE.
         if cx.session.negotiated().has(InitFlags::NO_OPEN_SUPPORT) {
             return Err(Errno::NOSYS);
         }
         let source = &self.share.source;
-        let truncate_apart = clear_privileges && flags.contains(OFlags::TRUNC);
-        let open_flags = if truncate_apart { flags - OFlags::TRUNC } else { flags };
+        let truncate_later = clear_privileges && flags.contains(OFlags::TRUNC);
+        let open_flags = if truncate_later { flags - OFlags::TRUNC } else { flags };
         let handle = source.open(&cx.caller, cx.ino, open_flags)?;
-        // The host's kernel would keep suid and sgid at an open, for we may.
+        // The host's kernel would keep suid and sgid at an open by this process, which is privileged.
         let truncate = SetAttr { size: Some(0), clear_privileges: true, ..SetAttr::default() };
-        if truncate_apart && let Err(errno) = source.setattr(&cx.caller, cx.ino, Some(handle), &truncate) {
+        if truncate_later && let Err(errno) = source.setattr(&cx.caller, cx.ino, Some(handle), &truncate) {
             source.release(&cx.caller, cx.ino, handle);
             return Err(errno);
         }
@@ -46,26 +47,31 @@ impl Server {
             return Err(Errno::STALE);
         }
         let opened = self.opened(cx, (cx.ino, handle), flags, None);
-        let written = cx.tell(buffer, &Reply::Open(opened));
-        if let ReplyOutcome::Instead(_) = written {
+        let written = cx.reply(buffer, &Reply::Open(opened));
+        if let ReplyOutcome::Undelivered(_) = written {
             cx.session.release(&cx.caller, Open { ino: cx.ino, handle, is_dir: false })?;
         }
-        Ok(Served::Reply(written.bytes()))
+        Ok(ServeOutcome::Reply(written.bytes()))
     }
 
-    pub(crate) fn opendir(&mut self, cx: &Context<'_>, flags: OFlags, buffer: &mut impl ReplyBuffer) -> Result<Served> {
-        // Linux then asks for no directory again, and keeps listings as `dir_flags` would let it.
+    pub(crate) fn opendir(
+        &mut self,
+        cx: &Context<'_>,
+        flags: OFlags,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<ServeOutcome> {
+        // After ENOSYS Linux opens directories without a request, and caches listings as with `dir_flags`.
         if cx.session.negotiated().has(InitFlags::NO_OPENDIR_SUPPORT) {
             return Err(Errno::NOSYS);
         }
         let handle = self.share.source.opendir(&cx.caller, cx.ino, flags)?;
         let open = Open { ino: cx.ino, handle, is_dir: true };
         cx.session.opened(open, flags);
-        let written = cx.tell(buffer, &Reply::Open(Opened::new(handle, self.share.policy.dir_flags(cx.session))));
-        if let ReplyOutcome::Instead(_) = written {
+        let written = cx.reply(buffer, &Reply::Open(OpenReply::new(handle, self.share.policy.dir_flags(cx.session))));
+        if let ReplyOutcome::Undelivered(_) = written {
             cx.session.release(&cx.caller, open)?;
         }
-        Ok(Served::Reply(written.bytes()))
+        Ok(ServeOutcome::Reply(written.bytes()))
     }
 
     pub(crate) fn create(
@@ -74,24 +80,24 @@ impl Server {
         (name, new): (Name<'_>, &CreateArgs),
         flags: OFlags,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let source = &self.share.source;
-        // What somebody else has made since the client looked is not opened: whether the caller may, nobody has checked. After STALE
-        // Linux looks the name up again, and opens what it finds as it opens any file.
+        // A file that another client has created meanwhile is not opened: its permissions are unchecked. After ESTALE
+        // Linux looks the name up again and opens the file as any other.
         let exclusive = (flags | OFlags::EXCL) - OFlags::TRUNC;
         let create = || source.create(&cx.caller, cx.ino, name, new, exclusive);
-        let mut made = create();
+        let mut created = create();
         if !flags.contains(OFlags::EXCL) {
-            let tries = if source.features().waits { 1 } else { CREATE_TRIES };
-            for _ in 1..tries {
-                if !matches!(made, Err(Errno::EXIST)) {
+            let attempts = if source.features().waits { 1 } else { CREATE_ATTEMPTS };
+            for _ in 1..attempts {
+                if !matches!(created, Err(Errno::EXIST)) {
                     break;
                 }
-                made = create();
+                created = create();
             }
-            made = made.map_err(|errno| if errno == Errno::EXIST { Errno::STALE } else { errno });
+            created = created.map_err(|errno| if errno == Errno::EXIST { Errno::STALE } else { errno });
         }
-        let (entry, handle) = made?;
+        let (entry, handle) = created?;
         let labelled = self.apply_security_label(cx, entry, Some(NewName::Other(name)));
         let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
         self.created(cx, Some(name), (entry, handle), flags, buffer)
@@ -103,7 +109,7 @@ impl Server {
         new: &CreateArgs,
         flags: OFlags,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let source = &self.share.source;
         let (entry, handle) = source.tmpfile(&cx.caller, cx.ino, new, flags)?;
         let labelled = self.apply_security_label(cx, entry, None);
@@ -112,7 +118,7 @@ impl Server {
     }
 
     pub(crate) fn release(&self, cx: &Context<'_>, handle: Handle) -> Result<()> {
-        // Again: what was written through a mapping comes after the last FLUSH.
+        // Once more: stores through a mapping may come after the last FLUSH.
         self.publish_passthrough_writes(cx, handle);
         let (ino, open) = (cx.ino, Open { ino: cx.ino, handle, is_dir: false });
         if let Some(changes) = self.share.source.changes() {
@@ -127,7 +133,7 @@ impl Server {
         cx.session.release(&cx.caller, Open { ino: cx.ino, handle, is_dir: true })
     }
 
-    /// Tells the client of a file that was made and opened. What it does not get to know of is given back.
+    /// Replies with a file that was created and opened. Releases what the reply could not deliver.
     pub(crate) fn created(
         &self,
         cx: &Context<'_>,
@@ -135,7 +141,7 @@ impl Server {
         (entry, handle): (Entry, Handle),
         flags: OFlags,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let entry =
             self.check_entry(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
         let entry = cx.session.add_reference(self.prepare_entry(cx, name, entry));
@@ -143,31 +149,32 @@ impl Server {
         cx.session.sync_window_before_attr(entry.ino);
         let timeouts = self.share.policy.timeouts_of(cx.session, entry.ino, &entry.attr);
         let dax = cx.session.dax(&entry.attr);
-        let written = cx.tell(buffer, &Reply::Created { entry, timeouts, dax, opened });
-        if let ReplyOutcome::Instead(_) = written {
+        let written = cx.reply(buffer, &Reply::Created { entry, timeouts, dax, opened });
+        if let ReplyOutcome::Undelivered(_) = written {
             cx.session.release(&cx.caller, Open { ino: entry.ino, handle, is_dir: false })?;
             cx.session.forget(entry.ino, 1);
         }
-        Ok(Served::Reply(written.bytes()))
+        Ok(ServeOutcome::Reply(written.bytes()))
     }
 
-    /// Notes that the client opened a file with these attributes, and decides how it is to be read and written.
-    fn opened(&self, cx: &Context<'_>, (ino, handle): (Ino, Handle), flags: OFlags, attr: Option<&Attr>) -> Opened {
+    /// Records that the client opened a file with these attributes, and decides how it is read and written.
+    fn opened(&self, cx: &Context<'_>, (ino, handle): (Ino, Handle), flags: OFlags, attr: Option<&Attr>) -> OpenReply {
         cx.session.opened(Open { ino, handle, is_dir: false }, flags);
-        let plain = Opened::new(handle, self.share.policy.file_flags(cx.session, flags, cx.session.is_in_window(ino)));
+        let plain =
+            OpenReply::new(handle, self.share.policy.file_flags(cx.session, flags, cx.session.is_in_window(ino)));
         let Some(passthrough) = &cx.session.passthrough else { return plain };
         let source = &self.share.source;
-        // This must not fail: the open was counted already.
+        // A panic must not pass: the open was counted already.
         let backing = || {
-            let ask = AssertUnwindSafe(|| source.backing(&cx.caller, ino, handle));
-            catch_unwind(ask).unwrap_or(None)
+            let call = AssertUnwindSafe(|| source.backing(&cx.caller, ino, handle));
+            catch_unwind(call).unwrap_or(None)
         };
         let is_set_id = || match attr {
             Some(attr) => attr.is_set_id(),
             None => {
-                let ask = AssertUnwindSafe(|| source.getattr(&cx.caller, ino, Some(handle)));
-                // Of what nobody knows the server does the writes.
-                !matches!(catch_unwind(ask), Ok(Ok(attr)) if !attr.is_set_id())
+                let call = AssertUnwindSafe(|| source.getattr(&cx.caller, ino, Some(handle)));
+                // The server writes files of unknown state.
+                !matches!(catch_unwind(call), Ok(Ok(attr)) if !attr.is_set_id())
             }
         };
         let closes = self.share.policy.close_flags(flags);
@@ -177,18 +184,20 @@ impl Server {
         if passed.is_first_mapping
             && let Some(changes) = source.changes()
         {
-            // What the client keeps of the attributes is from before. As no session's change, all are told at once.
+            // The client's cached attributes predate the mapping. Without a session, all clients are notified at
+            // once.
             changes.publish(SessionId::default(), || Change::Attr { ino });
         }
-        // No flag of the page cache's: with KEEP_CACHE the kernel refuses, with DIRECT_IO the server reads and writes.
+        // No flags of the page cache: with KEEP_CACHE the kernel refuses the open; with DIRECT_IO the server reads
+        // and writes.
         let by_server = match passed.mappings_only {
             true => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
             false => OpenFlags::empty(),
         };
-        Opened { handle, flags: OpenFlags::PASSTHROUGH | by_server | closes, backing_id: passed.backing_id }
+        OpenReply { handle, flags: OpenFlags::PASSTHROUGH | by_server | closes, backing_id: passed.backing_id }
     }
 
-    /// The client is done with a file that its kernel may have written on its own: only now can others be told.
+    /// Publishes the writes that the client's kernel may have made itself, when the client closes the file.
     pub(super) fn publish_passthrough_writes(&self, cx: &Context<'_>, handle: Handle) {
         let Some(passthrough) = &cx.session.passthrough else { return };
         let ino = cx.ino;

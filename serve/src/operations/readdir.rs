@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, FileType, Ino, Name, Result, checks};
 use ferry_wire::fuse::{DirWriter, InitFlags, Reply};
 
-use crate::carrier::{HEADER_BYTES, Served};
+use crate::carrier::{HEADER_BYTES, ServeOutcome};
 use crate::policy::Policy;
 use crate::readdirplus_auto::ListingMode;
 use crate::reply::ReplyOutcome;
@@ -13,27 +13,28 @@ use crate::server::{Context, Server};
 use crate::session::Session;
 use ferry_engine::ReplyBuffer;
 
-/// The longest answer to one request, far beyond what a kernel asks for (its `max_pages`): it is put together in our memory.
+/// The longest reply, which is assembled in this process's memory. Kernels request far less (`max_pages`).
 const LISTING_BYTES_MAX: usize = 1 << 20;
 
-/// A listing that notes the references it hands out.
+/// A listing that records the references that it counts.
 struct Listing<'a> {
     writer: DirWriter<'a>,
     plus: bool,
     session: &'a Session,
     policy: &'a Policy,
     referenced: &'a mut Vec<Ino>,
-    /// The client goes by modes alone.
+    /// The client does not check ACLs.
     by_modes: bool,
-    /// Where the entries are that it gets, whose modes may have to change.
+    /// The positions of the entries whose modes may have to change.
     entries: Vec<(usize, Entry)>,
-    /// References that the client does not get.
+    /// References that the reply does not contain.
     surplus: Vec<Ino>,
-    /// The source pushed what did not fit. Nothing is taken after that: the client goes on from the last entry.
+    /// The source pushed an entry that did not fit. Later ones are dropped: the client continues after the last
+    /// entry.
     full: bool,
     flawed: bool,
     dir: Ino,
-    brings: ListingMode,
+    mode: ListingMode,
 }
 
 impl DirOutput for Listing<'_> {
@@ -42,12 +43,12 @@ impl DirOutput for Listing<'_> {
     }
 
     fn wants(&mut self, name: &[u8], kind: FileType) -> bool {
-        // Of what the host names no type for, whoever walks a tree needs the inode.
+        // A tree walk needs the inodes of directories, and of entries of unknown type.
         let is_file = !matches!(kind, FileType::Directory | FileType::Unknown);
-        match self.brings {
+        match self.mode {
             ListingMode::Dirs => !is_file,
             ListingMode::AllButOne if is_file => {
-                self.brings = ListingMode::All;
+                self.mode = ListingMode::All;
                 self.session.readdirplus_auto.record_omitted(self.dir, name);
                 false
             }
@@ -58,15 +59,15 @@ impl DirOutput for Listing<'_> {
     fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
         self.flawed |= !checks::is_listable(item.name);
         self.full |= !self.writer.fits(item.name);
-        // Without its entry the client asks for the inode itself, and gets an error.
-        let told = self.plus && !matches!(item.name, b"." | b"..");
-        let sound = entry.filter(|_| told).and_then(|entry| checks::entry(*entry).ok());
-        if self.full || self.flawed || sound.is_none() {
+        // Without the entry the client looks the name up itself and gets an error.
+        let has_entry = self.plus && !matches!(item.name, b"." | b"..");
+        let valid = entry.filter(|_| has_entry).and_then(|entry| checks::entry(*entry).ok());
+        if self.full || self.flawed || valid.is_none() {
             self.surplus.extend(entry.map(|entry| entry.ino).filter(|ino| *ino != Ino(0)));
         }
         if !self.full && !self.flawed {
-            let sound = sound.map(|entry| self.session.add_reference(entry));
-            if let Some(entry) = &sound {
+            let valid = valid.map(|entry| self.session.add_reference(entry));
+            if let Some(entry) = &valid {
                 self.referenced.push(entry.ino);
                 if let Ok(name) = Name::new(item.name) {
                     self.session.removals.record_lookup((self.dir, name), Some(entry.ino));
@@ -77,7 +78,7 @@ impl DirOutput for Listing<'_> {
                 self.writer.set_dax(self.session.dax(&entry.attr));
                 self.writer.set_timeouts(self.policy.timeouts_of(self.session, entry.ino, &entry.attr));
             }
-            self.writer.push(item, sound.as_ref());
+            self.writer.push(item, valid.as_ref());
         }
     }
 }
@@ -89,7 +90,7 @@ impl Server {
         at: &DirRange,
         bytes_max: u32,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let room = buffer.room().checked_sub(HEADER_BYTES).ok_or(Errno::IO)?;
         let bytes_max = room.min(bytes_max as usize).min(LISTING_BYTES_MAX);
         let mut scratch = std::mem::take(&mut self.scratch);
@@ -101,7 +102,7 @@ impl Server {
         let share = Arc::clone(&self.share);
         let (plus, session, policy) = (at.plus, &**cx.session, &share.policy);
         let (referred_now, surplus) = (&mut referenced, Vec::new());
-        let brings = match plus && self.share.policy.tries_listings() {
+        let mode = match plus && self.share.policy.tries_listings() {
             true => session.readdirplus_auto.listing(at.ino, at.offset == 0),
             false => ListingMode::All,
         };
@@ -118,11 +119,11 @@ impl Server {
             full: false,
             flawed: false,
             dir: at.ino,
-            brings,
+            mode,
         };
         let mut outcome = self.share.source.readdir(&cx.caller, at, &mut listing);
         let Listing { entries, surplus, flawed, .. } = listing;
-        // Not while the source lists, which may hold locks meanwhile.
+        // Not during the listing: the source may hold locks.
         for (at, entry) in entries {
             let mode = self.share.source.mode_without_acl(&cx.caller, entry.ino, &entry.attr);
             DirWriter::set_mode(&mut scratch, at, mode);
@@ -133,12 +134,12 @@ impl Server {
             outcome = Err(Errno::IO);
         }
         referenced.iter().for_each(|ino| cx.session.sync_window_before_attr(*ino));
-        let told = outcome.map(|()| cx.tell(buffer, &Reply::Bytes(&scratch)));
-        if !matches!(told, Ok(ReplyOutcome::Whole(_))) {
+        let written = outcome.map(|()| cx.reply(buffer, &Reply::Bytes(&scratch)));
+        if !matches!(written, Ok(ReplyOutcome::Whole(_))) {
             referenced.iter().for_each(|ino| cx.session.forget(*ino, 1));
         }
         self.scratch = scratch;
         self.referenced = referenced;
-        told.map(|written| Served::Reply(written.bytes()))
+        written.map(|written| ServeOutcome::Reply(written.bytes()))
     }
 }

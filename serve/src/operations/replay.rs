@@ -1,8 +1,8 @@
 //! Requests of an agent that replays an event.
 //!
-//! Nothing here changes the source. What a request would change is true already, or has been overtaken by what happened
-//! later; either way the reply is about the present. A name that was made and has gone since is told of with a
-//! placeholder: an inode that only the client's kernel knows, until the events after it remove the name.
+//! Nothing here changes the source. The change that a request names has happened already, or later events have
+//! overtaken it; the reply reflects the present state. A name that was created and removed since is reported as a
+//! placeholder: an inode that exists only in the client's kernel until a later event removes the name.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ use ferry_engine::ReplyBuffer;
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Attr, Entry, Errno, Event, FileType, Handle, Ino, Name, NameBuf, OFlags, Place, Result};
 use ferry_wire::events::Announcement;
-use ferry_wire::fuse::{OpenFlags, Opened, Operation, Reply, Timeouts};
+use ferry_wire::fuse::{OpenFlags, OpenReply, Operation, Reply, Timeouts};
 
-use crate::carrier::Served;
+use crate::carrier::ServeOutcome;
 use crate::dispatch::changes_something;
 use crate::events::{Active, Placeholder};
 use crate::server::{Context, Server};
 
-/// The handle of a file that was opened in a replay, which no source has opened.
+/// The handle of a file that a replay opened; the source does not know it.
 const REPLAY_HANDLE: Handle = Handle(u64::MAX - 0xfe57);
 
 fn is_at((dir, name): (Ino, Name<'_>), (other, old): (Ino, &NameBuf)) -> bool {
@@ -25,12 +25,17 @@ fn is_at((dir, name): (Ino, Name<'_>), (other, old): (Ino, &NameBuf)) -> bool {
 }
 
 impl Server {
-    /// The agent is about to replay an event.
-    pub(super) fn announce(&self, cx: &Context<'_>, input: &[u8], buffer: &mut impl ReplyBuffer) -> Result<Served> {
+    /// Serves ANNOUNCE: the agent is about to replay an event.
+    pub(super) fn announce(
+        &self,
+        cx: &Context<'_>,
+        input: &[u8],
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<ServeOutcome> {
         let announcement = Announcement::decode(input).map_err(|_| Errno::INVAL)?;
         let queue = cx.session.events.queue().ok_or(Errno::NOENT)?;
         cx.session.events.lease.renew();
-        // The one before has ended in any case.
+        // The previous replay has ended.
         lock(&cx.session.events.replays).active = None;
         let (event, mut is_gone) = queue.announce(announcement.number).ok_or(Errno::NOENT)?;
         let mut mode = 0;
@@ -51,21 +56,21 @@ impl Server {
         Ok(cx.done(buffer, &Reply::Ioctl { result: 0, data: &data }))
     }
 
-    /// The type of what a name refers to.
+    /// Returns the type of the inode that has this name now.
     fn kind_now(&self, cx: &Context<'_>, dir: Ino, name: Name<'_>) -> Option<FileType> {
         let entry = self.share.source.lookup(&cx.caller, dir, name).ok()?;
         self.share.source.forget(entry.ino, 1);
         Some(entry.attr.kind())
     }
 
-    /// Serves a request of the agent; `None` if it only reads, and is served as any other.
+    /// Serves a request of the agent; returns `None` if it only reads and is served as any other.
     pub(super) fn replay(
         &self,
         cx: &Context<'_>,
         operation: &Operation<'_>,
         buffer: &mut impl ReplyBuffer,
-    ) -> Option<Result<Served>> {
-        debug_assert!(cx.is_of_agent(), "others are served as any");
+    ) -> Option<Result<ServeOutcome>> {
+        debug_assert!(cx.is_of_agent(), "only the agent replays");
         let mut done = |outcome: Result<()>| Some(outcome.map(|()| cx.done(buffer, &Reply::Empty)));
         match *operation {
             Operation::Lookup { name } => self.replay_lookup(cx, name, buffer),
@@ -87,19 +92,24 @@ impl Server {
             Operation::Setattr { .. } => Some(self.replay_setattr(cx, buffer)),
             Operation::Open { flags, .. } if flags.intersects(OFlags::WRONLY | OFlags::RDWR) => {
                 let flags = OpenFlags::NOFLUSH;
-                Some(announced(cx).map(|()| cx.done(buffer, &Reply::Open(Opened::new(REPLAY_HANDLE, flags)))))
+                Some(announced(cx).map(|()| cx.done(buffer, &Reply::Open(OpenReply::new(REPLAY_HANDLE, flags)))))
             }
             Operation::Flush { handle: REPLAY_HANDLE, .. } => done(Ok(())),
             Operation::Release(ref release) if release.handle == REPLAY_HANDLE => done(Ok(())),
-            // Those of files can set attributes.
+            // Ioctls of files can set attributes.
             Operation::Ioctl { .. } => Some(Err(Errno::PERM)),
             _ if changes_something(operation) => Some(Err(Errno::PERM)),
             _ => None,
         }
     }
 
-    /// A name that is to be made does not exist before, and one that has been removed still does.
-    fn replay_lookup(&self, cx: &Context<'_>, name: Name<'_>, buffer: &mut impl ReplyBuffer) -> Option<Result<Served>> {
+    /// Before its event is replayed, a created name does not exist, and a removed one still does.
+    fn replay_lookup(
+        &self,
+        cx: &Context<'_>,
+        name: Name<'_>,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Option<Result<ServeOutcome>> {
         let at = (cx.ino, name);
         let replays = &mut *lock(&cx.session.events.replays);
         let event = replays.active(cx.caller.pid).filter(|active| !active.is_done)?.event.clone();
@@ -127,8 +137,8 @@ impl Server {
                 if !exchanged {
                     return Some(Err(Errno::NOENT));
                 }
-                // What was there has the other name now, if nothing has happened since. That is not told: if the client had it
-                // under both names, its kernel would exchange nothing.
+                // The old inode has the other name now, unless later events changed that. It is not reported: with
+                // the same inode under both names, the kernel would exchange nothing.
                 (self.kind_now(cx, from.0, from.1.as_name()) == Some(FileType::Directory), None)
             }
             Event::Modified(place) | Event::Closed(place) | Event::Attributes(place) => match place {
@@ -143,14 +153,14 @@ impl Server {
             _ => return None,
         };
         if let Some(ino) = known.filter(|ino| cx.session.knows(*ino)) {
-            // The reference is not counted: it is given back with those that are.
+            // The reference is not counted: the client releases it together with the counted ones.
             let attr = self.attr_of_removed(cx, ino).ok()?;
             let attr = Attr { nlink: attr.nlink.saturating_add(1), ..attr };
             let entry = Entry { ino, generation: 0, attr };
             return Some(Ok(cx.done(buffer, &Reply::Entry { entry, timeouts: Timeouts::default(), dax: false })));
         }
         let kind = if is_dir { FileType::Directory } else { FileType::RegularFile };
-        Some(Ok(tell(cx, replays.add_placeholder(key, kind, |ino| cx.session.knows(ino)), buffer)))
+        Some(Ok(placeholder_reply(cx, replays.add_placeholder(key, kind, |ino| cx.session.knows(ino)), buffer)))
     }
 
     /// MKNOD, MKDIR and SYMLINK.
@@ -160,11 +170,11 @@ impl Server {
         name: Name<'_>,
         mode: Option<u32>,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let replays = &mut *lock(&cx.session.events.replays);
         let active = replays.active(cx.caller.pid).filter(|active| !active.is_done).ok_or(Errno::STALE)?;
-        let Event::Created { dir, name: made, .. } = &active.event else { return Err(Errno::STALE) };
-        if !is_at((cx.ino, name), (*dir, made)) {
+        let Event::Created { dir, name: created, .. } = &active.event else { return Err(Errno::STALE) };
+        if !is_at((cx.ino, name), (*dir, created)) {
             return Err(Errno::STALE);
         }
         active.is_done = true;
@@ -180,10 +190,10 @@ impl Server {
             self.share.source.forget(entry.ino, 1);
         }
         let placeholder = replays.add_placeholder(key, kind, |ino| cx.session.knows(ino));
-        Ok(tell(cx, placeholder, buffer))
+        Ok(placeholder_reply(cx, placeholder, buffer))
     }
 
-    /// The attributes of an inode that may not exist any more.
+    /// Returns the attributes of an inode that may have been removed.
     fn attr_of_removed(&self, cx: &Context<'_>, ino: Ino) -> Result<Attr> {
         match self.share.source.getattr(&cx.caller, ino, None) {
             Ok(attr) => Ok(self.visible_attr(cx, ino, attr)),
@@ -194,10 +204,14 @@ impl Server {
         }
     }
 
-    /// Attributes of a file whose event is replayed, although it may have gone since. Before a change of data, the client's
-    /// kernel is shown another time of change, so that it drops what it has cached, even if the clock has not moved
-    /// between two writes.
-    fn replay_getattr(&self, cx: &Context<'_>, reply: impl FnOnce(Attr, Duration) -> Served) -> Option<Result<Served>> {
+    /// Returns the attributes of a file whose event is replayed; it may have been removed. Before a change of data
+    /// the reply has a changed mtime, so that the client's kernel drops its cached data even if two writes had the
+    /// same time.
+    fn replay_getattr(
+        &self,
+        cx: &Context<'_>,
+        reply: impl FnOnce(Attr, Duration) -> ServeOutcome,
+    ) -> Option<Result<ServeOutcome>> {
         let replays = &mut *lock(&cx.session.events.replays);
         if let Some(placeholder) = replays.placeholder(cx.ino) {
             return Some(Ok(reply(placeholder.attr(), Duration::ZERO)));
@@ -206,7 +220,7 @@ impl Server {
         let (Event::Modified(place) | Event::Closed(place) | Event::Attributes(place)) = &active.event else {
             return None;
         };
-        // The directory of a name is on the way to the file.
+        // The agent looks up the directory on its way to the file.
         if place.name.is_some() == (place.ino == cx.ino) {
             return None;
         }
@@ -222,8 +236,8 @@ impl Server {
         }))
     }
 
-    /// Sets nothing.
-    fn replay_setattr(&self, cx: &Context<'_>, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+    /// Replies with the present attributes and sets none.
+    fn replay_setattr(&self, cx: &Context<'_>, buffer: &mut impl ReplyBuffer) -> Result<ServeOutcome> {
         announced(cx)?;
         let placeholder = lock(&cx.session.events.replays).placeholder(cx.ino);
         if let Some(placeholder) = placeholder {
@@ -236,7 +250,7 @@ impl Server {
     }
 }
 
-/// Refuses what was not announced.
+/// Returns STALE unless the agent has announced an event.
 fn announced(cx: &Context<'_>) -> Result<()> {
     lock(&cx.session.events.replays).active(cx.caller.pid).map(|_| ()).ok_or(Errno::STALE)
 }
@@ -275,8 +289,8 @@ fn replay_rename(cx: &Context<'_>, name: Name<'_>, new: (Ino, Name<'_>)) -> Resu
     }
 }
 
-/// Tells the client of a placeholder, which it asks for again at each use.
-fn tell(cx: &Context<'_>, placeholder: Placeholder, buffer: &mut impl ReplyBuffer) -> Served {
+/// Replies with a placeholder, which the client must not cache.
+fn placeholder_reply(cx: &Context<'_>, placeholder: Placeholder, buffer: &mut impl ReplyBuffer) -> ServeOutcome {
     let entry = Entry { ino: placeholder.ino, generation: 0, attr: placeholder.attr() };
     cx.done(buffer, &Reply::Entry { entry, timeouts: Timeouts::default(), dax: false })
 }

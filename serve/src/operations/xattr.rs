@@ -4,11 +4,11 @@ use ferry_engine::ReplyBuffer;
 use ferry_vfs::{Errno, Result, XattrFlags, checks};
 use ferry_wire::fuse::{InitFlags, Reply};
 
-use crate::carrier::Served;
+use crate::carrier::ServeOutcome;
 use crate::reply;
 use crate::server::{Context, Server};
 
-/// POSIX ACLs: a client that knows nothing of them would not go by them, nor keep them and the mode in step.
+/// POSIX ACLs. A client without them would neither enforce them nor keep them consistent with the mode.
 const ACLS: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
 
 impl Server {
@@ -29,12 +29,17 @@ impl Server {
         name: &[u8],
         bytes_max: u32,
         buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         self.check_xattr(cx, name)?;
         xattr_reply(cx, &self.share.source.getxattr(&cx.caller, cx.ino, name)?, bytes_max, buffer)
     }
 
-    pub(crate) fn listxattr(&self, cx: &Context<'_>, bytes_max: u32, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+    pub(crate) fn listxattr(
+        &self,
+        cx: &Context<'_>,
+        bytes_max: u32,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<ServeOutcome> {
         if !self.share.xattr {
             return Err(Errno::NOSYS);
         }
@@ -47,7 +52,7 @@ impl Server {
         self.share.source.removexattr(&cx.caller, cx.ino, name)
     }
 
-    /// Whether this client may use an attribute of this name.
+    /// Checks whether this client may use an attribute of this name.
     fn check_xattr(&self, cx: &Context<'_>, name: &[u8]) -> Result<()> {
         match ACLS.contains(&name) && !cx.session.negotiated().has(InitFlags::POSIX_ACL) {
             _ if !self.share.xattr => Err(Errno::NOSYS),
@@ -57,7 +62,7 @@ impl Server {
     }
 }
 
-fn xattr_reply(cx: &Context<'_>, value: &[u8], bytes_max: u32, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+fn xattr_reply(cx: &Context<'_>, value: &[u8], bytes_max: u32, buffer: &mut impl ReplyBuffer) -> Result<ServeOutcome> {
     let value = checks::xattr(value)?;
     if bytes_max == 0 {
         return Ok(cx.done(buffer, &Reply::XattrSize { bytes: reply::count(value.len()) }));

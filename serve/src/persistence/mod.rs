@@ -1,5 +1,4 @@
-//! What is written down as a client's state changes, so that the next server resumes it. `session/save_restore.rs` reads it
-//! back.
+//! Records a client's state as it changes, for the next server. `session/save_restore.rs` restores it.
 
 mod reply_cache;
 mod session_store;

@@ -1,9 +1,9 @@
 //! Replays of non-idempotent requests after a restart.
 //!
-//! The first one notes that it begins, and what it answers. The second one gives that answer, if there is one. If there is
-//! none, the first one ended somewhere between the two: then the request is carried out, and what shows that it had been
-//! already (a name that is there, or is gone) is no error. Of a request that takes a name away it is noted which inode had that
-//! name: if another one has it, the request was carried out, or somebody else was first.
+//! The first request records its start and its reply. A replayed request returns that reply. Without a reply the
+//! request runs again; an error that shows that it ran already (name exists, name gone) is success. Before UNLINK,
+//! RMDIR and RENAME the target inode is recorded: if the name refers to another inode on replay, the request ran, or
+//! another client changed the name first.
 
 use std::sync::Arc;
 
@@ -15,21 +15,21 @@ use ferry_vfs::{
 };
 use ferry_wire::fuse::{Operation, Reply};
 
-use crate::carrier::{FuseCarrier, Served};
+use crate::carrier::{FuseCarrier, ServeOutcome};
 use crate::reply;
 use crate::server::{Context, Server};
 
-/// The longest answer of these requests: that to CREATE.
-const ANSWER_BYTES_MAX: usize = 160;
+/// The longest reply to these requests: that to CREATE.
+const REPLY_BYTES_MAX: usize = 160;
 
-/// The bits of a mode that are no type.
+/// The permission bits of a mode.
 const PERMISSIONS: u32 = 0o7777;
 const OWNER_READS_AND_WRITES: u32 = 0o600;
 
-/// A carrier whose reply is seen.
+/// A carrier that records the reply.
 struct RecordingCarrier<'a, C> {
     carrier: &'a mut C,
-    answer: [u8; ANSWER_BYTES_MAX],
+    reply: [u8; REPLY_BYTES_MAX],
 }
 
 impl<C: FuseCarrier> ReplyBuffer for RecordingCarrier<'_, C> {
@@ -38,7 +38,7 @@ impl<C: FuseCarrier> ReplyBuffer for RecordingCarrier<'_, C> {
     }
 
     fn write_at(&mut self, offset: usize, bytes: &[u8]) -> usize {
-        if let Some(place) = self.answer.get_mut(offset..offset + bytes.len()) {
+        if let Some(place) = self.reply.get_mut(offset..offset + bytes.len()) {
             place.copy_from_slice(bytes);
         }
         self.carrier.write_at(offset, bytes)
@@ -73,7 +73,7 @@ impl<C: FuseCarrier> FuseCarrier for RecordingCarrier<'_, C> {
     }
 }
 
-/// Whether the operation, carried out twice, would fail, do something else, or hand out what nobody gives back.
+/// Whether the operation, executed twice, would fail, have another effect, or leak a reference or handle.
 fn is_non_idempotent(operation: &Operation<'_>) -> bool {
     match operation {
         Operation::Symlink { .. }
@@ -103,7 +103,7 @@ fn moves(operation: &Operation<'_>) -> bool {
     matches!(operation, Operation::Fallocate { flags, .. } if flags.intersects(moving))
 }
 
-/// The name that an operation takes away from its inode, if it is not gone already.
+/// Returns the name that an operation removes from its inode.
 fn removed_name<'a>(operation: &Operation<'a>) -> Option<Name<'a>> {
     match *operation {
         Operation::Unlink { name } | Operation::Rmdir { name } | Operation::Rename { name, .. } => Some(name),
@@ -111,89 +111,90 @@ fn removed_name<'a>(operation: &Operation<'a>) -> Option<Name<'a>> {
     }
 }
 
-/// What tells of an operation that was begun whether it was carried out.
+/// How to detect that an operation ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PriorEffect {
-    /// The error that it meets the second time, if it was.
+    /// It fails the second time.
     Error,
-    /// It was: carried out again, it would do something else.
+    /// It ran: executed again, it would have another effect.
     Done,
-    /// Nothing.
-    None,
+    /// Not detectable.
+    Undetectable,
 }
 
 impl Server {
-    /// Serves an operation, and does so once if that matters.
+    /// Serves an operation; executes it only once if it is not idempotent.
     pub(crate) fn serve_with_replay(
         &mut self,
         cx: &Context<'_>,
         operation: &Operation<'_>,
         carrier: &mut impl FuseCarrier,
-    ) -> Served {
-        let is_again = carrier.is_resubmitted();
+    ) -> ServeOutcome {
+        let is_resubmitted = carrier.is_resubmitted();
         if self.journal.is_none() || !is_non_idempotent(operation) || cx.is_of_agent() {
             return self.serve_operation(cx, operation, carrier);
         }
-        let entry = if is_again { cx.session.journal_entry(cx.unique) } else { None };
+        let entry = if is_resubmitted { cx.session.journal_entry(cx.unique) } else { None };
         let (is_begun, note) = match &entry {
-            // Of three servers, too, only the first one knows what there was before.
+            // Only the first of several servers saw the state before the operation.
             Some(JournalEntry::Begun(note)) => (true, note.clone()),
             _ => {
                 let named = removed_name(operation).and_then(|name| self.identify_name(cx, name));
-                // What the client knows has the same number in the next server.
+                // Inodes that the client knows keep their number in the next server.
                 let known = named.filter(|(ino, _)| cx.session.knows(*ino));
                 (false, known.map(|(_, note)| note).unwrap_or_default())
             }
         };
         let Some(journal) = &mut self.journal else { return self.serve_operation(cx, operation, carrier) };
         journal.begin(cx.unique, &note);
-        if let Some(JournalEntry::Done(answer)) = entry {
-            journal.done(&answer);
-            return match answer.is_empty() {
-                true => Served::NoReply,
-                false => Served::Reply(carrier.write_at(0, &answer)),
+        if let Some(JournalEntry::Done(reply)) = entry {
+            journal.done(&reply);
+            return match reply.is_empty() {
+                true => ServeOutcome::NoReply,
+                false => ServeOutcome::Reply(carrier.write_at(0, &reply)),
             };
         }
         if is_begun && operation.reply_kind().is_none() {
-            // References that stay are better than references that go twice.
+            // A leaked reference is better than one that is released twice.
             journal.done(&[]);
-            return Served::NoReply;
+            return ServeOutcome::NoReply;
         }
-        let mut seen = RecordingCarrier { carrier, answer: [0; ANSWER_BYTES_MAX] };
-        let trace = if is_begun { self.prior_effect(cx, operation, &note) } else { PriorEffect::Error };
-        let served = if trace == PriorEffect::None {
+        let mut recorded = RecordingCarrier { carrier, reply: [0; REPLY_BYTES_MAX] };
+        let effect = if is_begun { self.prior_effect(cx, operation, &note) } else { PriorEffect::Error };
+        let served = if effect == PriorEffect::Undetectable {
             self.share.ratelimited_log.warn(format_args!(
-                "a request that was under way when the server ended may have been carried out: {:?} of inode {}",
+                "a request that was being served when the previous server ended may have been executed: {:?} of inode {}",
                 operation.opcode(),
                 cx.ino.0
             ));
-            Served::Reply(reply::write_error(&mut seen, cx.unique, Errno::IO))
-        } else if trace == PriorEffect::Done {
+            ServeOutcome::Reply(reply::write_error(&mut recorded, cx.unique, Errno::IO))
+        } else if effect == PriorEffect::Done {
             if let Operation::Rename { name, new_dir, new_name, .. } = *operation {
                 cx.session.renamed(&cx.caller, &[(new_dir, new_name), (cx.ino, name)]);
             }
-            cx.done(&mut seen, &Reply::Empty)
+            cx.done(&mut recorded, &Reply::Empty)
         } else {
             self.is_replay = is_begun;
-            let served = self.serve_operation(cx, operation, &mut seen);
+            let served = self.serve_operation(cx, operation, &mut recorded);
             self.is_replay = false;
             served
         };
-        let answer = seen.answer;
+        let reply = recorded.reply;
         if let Some(journal) = &mut self.journal {
             match served {
-                Served::Reply(bytes) => journal.done(answer.get(..bytes).unwrap_or_default()),
-                Served::NoReply => journal.done(&[]),
-                Served::Transfer | Served::Later | Served::Parked => {}
+                ServeOutcome::Reply(bytes) => journal.done(reply.get(..bytes).unwrap_or_default()),
+                ServeOutcome::NoReply => journal.done(&[]),
+                ServeOutcome::Transfer | ServeOutcome::Later | ServeOutcome::Parked => {}
             }
         }
         served
     }
 
-    /// The inode that has a name now, and what tells it from others that have the name, or its number, later.
+    /// Returns the inode that has a name now, and a note that identifies it even if another inode gets the name or
+    /// the number later.
     fn identify_name(&self, cx: &Context<'_>, name: Name<'_>) -> Option<(Ino, Vec<u8>)> {
         let source = &self.share.source;
-        // Whatever this meets, the operation meets it, too.
+        // The operation itself reports the error.
         let entry = source.lookup(&cx.caller, cx.ino, name).ok()?;
         source.forget(entry.ino, 1);
         let Timespec { sec, nsec } = entry.attr.btime.unwrap_or_default();
@@ -201,13 +202,13 @@ impl Server {
     }
 
     fn prior_effect(&self, cx: &Context<'_>, operation: &Operation<'_>, note: &[u8]) -> PriorEffect {
-        let leaves_something = RenameFlags::EXCHANGE | RenameFlags::WHITEOUT;
+        let leaves_name = RenameFlags::EXCHANGE | RenameFlags::WHITEOUT;
         match *operation {
-            _ if moves(operation) => PriorEffect::None,
-            Operation::Rename { flags, .. } if note.is_empty() && flags.intersects(leaves_something) => {
-                PriorEffect::None
+            _ if moves(operation) => PriorEffect::Undetectable,
+            Operation::Rename { flags, .. } if note.is_empty() && flags.intersects(leaves_name) => {
+                PriorEffect::Undetectable
             }
-            // If nothing has the name any more, that shows in the error.
+            // If the name is gone, the operation fails with ENOENT.
             _ => {
                 match removed_name(operation).filter(|_| !note.is_empty()).and_then(|name| self.identify_name(cx, name))
                 {
@@ -218,19 +219,19 @@ impl Server {
         }
     }
 
-    /// An operation that may have been carried out already has failed: returns success if that is why.
+    /// Handles the error of an operation that may have run already: returns success if that is the cause.
     pub(crate) fn error_of_replay(
         &mut self,
         cx: &Context<'_>,
         operation: &Operation<'_>,
         errno: Errno,
         carrier: &mut impl FuseCarrier,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let source = Arc::clone(&self.share.source);
-        let there = |dir: Ino, name: Name<'_>| source.lookup(&cx.caller, dir, name);
+        let lookup = |dir: Ino, name: Name<'_>| source.lookup(&cx.caller, dir, name);
         match (*operation, errno) {
             (Operation::Mkdir { name, ref new } | Operation::Mknod { name, ref new }, Errno::EXIST) => {
-                let entry = there(cx.ino, name)?;
+                let entry = lookup(cx.ino, name)?;
                 let is_dir = matches!(operation, Operation::Mkdir { .. });
                 let same = match is_dir {
                     true => entry.attr.kind().is_dir(),
@@ -239,12 +240,12 @@ impl Server {
                 self.if_unchanged(same, cx, (name, entry), carrier)
             }
             (Operation::Symlink { name, target }, Errno::EXIST) => {
-                let entry = there(cx.ino, name)?;
-                let same = source.readlink(&cx.caller, entry.ino).is_ok_and(|there| there == target);
+                let entry = lookup(cx.ino, name)?;
+                let same = source.readlink(&cx.caller, entry.ino).is_ok_and(|found| found == target);
                 self.if_unchanged(same, cx, (name, entry), carrier)
             }
             (Operation::Link { from, name }, Errno::EXIST) => {
-                let entry = there(cx.ino, name)?;
+                let entry = lookup(cx.ino, name)?;
                 if entry.ino == from {
                     cx.session.renamed(&cx.caller, &[(cx.ino, name)]);
                 }
@@ -254,7 +255,7 @@ impl Server {
                 self.reopen_created(cx, (name, new), flags, errno, carrier)
             }
             (Operation::Rename { new_dir, new_name, .. }, Errno::NOENT) => {
-                let entry = there(new_dir, new_name)?;
+                let entry = lookup(new_dir, new_name)?;
                 source.forget(entry.ino, 1);
                 cx.session.renamed(&cx.caller, &[(new_dir, new_name)]);
                 Ok(cx.done(carrier, &Reply::Empty))
@@ -269,7 +270,7 @@ impl Server {
         }
     }
 
-    /// Opens a file that a server before this one has made for the same request, unless it may be anybody else's.
+    /// Opens a file that the previous server created for the same request, unless another client may have created it.
     fn reopen_created(
         &mut self,
         cx: &Context<'_>,
@@ -277,7 +278,7 @@ impl Server {
         flags: OFlags,
         errno: Errno,
         carrier: &mut impl FuseCarrier,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         let source = Arc::clone(&self.share.source);
         let entry = source.lookup(&cx.caller, cx.ino, name)?;
         let opened = match may_be_created_by(cx, &entry.attr) {
@@ -290,14 +291,14 @@ impl Server {
         self.created(cx, Some(name), (entry, handle), flags, carrier)
     }
 
-    /// Opens it also where its mode keeps its own owner, a server without privileges, from opening it again.
+    /// Opens a created file, even if its mode denies access to its owner, a server without privileges.
     fn open_created(&self, cx: &Context<'_>, entry: &Entry, new: &CreateArgs, flags: OFlags) -> Result<(Attr, Handle)> {
         let source = &self.share.source;
         let set = |mode| {
             let set = SetAttr { mode: Some(mode), ..SetAttr::default() };
             source.setattr(&cx.caller, entry.ino, None, &set)
         };
-        // Rights that it was not made with: a server has ended in the midst of what follows.
+        // Permissions that the request did not ask for: the previous server ended during the calls below.
         let extra = entry.attr.mode & OWNER_READS_AND_WRITES & !new.mode;
         let mode = entry.attr.mode & PERMISSIONS & !extra;
         let attr = if extra == 0 { entry.attr } else { set(mode)? };
@@ -319,9 +320,9 @@ impl Server {
         cx: &Context<'_>,
         (name, entry): (Name<'_>, Entry),
         carrier: &mut impl FuseCarrier,
-    ) -> Result<Served> {
+    ) -> Result<ServeOutcome> {
         if same {
-            // The server before may have ended before it was labelled.
+            // The previous server may have ended before it set the label.
             let entry = self.apply_security_label(cx, entry, None)?;
             return self.entry(cx, Some(name), entry, carrier);
         }
@@ -330,8 +331,8 @@ impl Server {
     }
 }
 
-/// Whether a file can be one that was just made for this caller: nobody was told of it, so nobody has written to it, and it is the
-/// caller's, or that of a server that makes all files as its own user.
+/// Whether a file may have been created for this caller by the unfinished request: it is empty, because no client
+/// knew it, and belongs to the caller, or to the user of a server that creates all files as itself.
 fn may_be_created_by(cx: &Context<'_>, attr: &Attr) -> bool {
     let server = rustix::process::geteuid();
     let is_theirs = cx.caller.uid == 0 || attr.uid == cx.caller.uid || !server.is_root() && attr.uid == server.as_raw();

@@ -1,4 +1,4 @@
-//! Persists a client's state (inodes, open files, locks) as it changes.
+//! Records a client's state (inodes, open files, locks) as it changes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::AsFd;
@@ -11,10 +11,10 @@ use ferry_vfs::{Caller, FileSystem, Handle, IdentityScope, Ino, LockKind, OFlags
 
 use crate::open_file::Open;
 
-/// Why what a client held cannot be taken up.
+/// Why a client's session cannot be restored.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
-    /// Other options.
+    /// Other options than before.
     #[error(
         "the previous server negotiated the FUSE flags {before:#x}, this one would negotiate {now:#x}: start it with the \
          same options, on the same kind of file system"
@@ -30,17 +30,17 @@ pub enum RestoreError {
     Minor(u32),
 }
 
-/// The place where one client's session is written down.
+/// The record of one client's session.
 pub(crate) struct SessionRecord {
     store: Arc<SessionStore>,
     epoch: u32,
 }
 
-/// Where an open file is written down.
+/// The record of an open file.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct OpenRecord {
     pub(crate) slot: Option<Slot>,
-    /// Its descriptor is kept, too.
+    /// Its descriptor is stored, too.
     pub(crate) has_file: bool,
 }
 
@@ -51,23 +51,23 @@ impl From<Open> for OpenFile {
 }
 
 impl SessionRecord {
-    /// Begins with a client, in the place of the one before.
+    /// Begins the record of a client; replaces that of the previous one.
     pub(crate) fn begin(store: &Arc<SessionStore>, init: Init) -> Self {
         Self { epoch: store.begin(Some(init)), store: Arc::clone(store) }
     }
 
-    /// Goes on with the client that is written down.
+    /// Continues the record of the restored client.
     pub(crate) fn resume(store: &Arc<SessionStore>) -> Self {
         Self { epoch: store.epoch(), store: Arc::clone(store) }
     }
 
-    /// Whether this client is still the one that is written down.
+    /// Whether the record is still that of this client.
     pub(crate) fn is_current(&self) -> bool {
         self.store.epoch() == self.epoch
     }
 
     pub(crate) fn node(&self, source: &dyn FileSystem, ino: Ino, in_window: bool) -> Option<Slot> {
-        // Whatever it does, the reference is counted: this must not fail.
+        // The reference is counted already, so a panic must not pass.
         let identity =
             catch_unwind(AssertUnwindSafe(|| source.migrate()?.identify(ino, IdentityScope::Host).ok())).ok()??;
         self.store.node(self.epoch, ino, &identity, in_window)
@@ -84,9 +84,9 @@ impl SessionRecord {
 
     pub(crate) fn opened(&self, source: &dyn FileSystem, session: SessionId, open: Open, flags: OFlags) -> OpenRecord {
         let caller = Caller { session, ..Caller::default() };
-        let ask = AssertUnwindSafe(|| source.backing(&caller, open.ino, open.handle));
-        // A directory is opened anew.
-        let file = if open.is_dir { None } else { catch_unwind(ask).unwrap_or(None) };
+        let call = AssertUnwindSafe(|| source.backing(&caller, open.ino, open.handle));
+        // The next server reopens directories.
+        let file = if open.is_dir { None } else { catch_unwind(call).unwrap_or(None) };
         let saved = OpenFile { flags: flags.bits(), ..open.into() };
         let slot = self.store.open_file(self.epoch, saved, file.as_ref().map(|file| file.as_fd()));
         OpenRecord { slot, has_file: file.is_some() }
@@ -99,15 +99,15 @@ impl SessionRecord {
     }
 }
 
-/// A lock, with the place where it is written down.
+/// A lock and its record.
 type StoredLock = (SavedLock, Option<Slot>);
 
 /// The locks of one inode.
 #[derive(Default)]
 struct InodeLocks {
-    /// By the handle that has it.
+    /// By handle.
     flocks: HashMap<Handle, StoredLock>,
-    /// By owner, and by their first byte. They do not overlap, and neighbours of a kind are one.
+    /// By owner and first byte. They do not overlap, and adjacent ranges of one kind are merged.
     ranges: HashMap<u64, BTreeMap<u64, StoredLock>>,
 }
 
@@ -127,14 +127,14 @@ impl InodeLocks {
         };
     }
 
-    /// Takes out what a change of a lock touches. Returns that, and what is there instead.
+    /// Removes the locks that a change touches. Returns them, and the locks that replace them.
     fn change(&mut self, lock: &SavedLock, kind: LockKind) -> (Vec<StoredLock>, Vec<SavedLock>) {
         let mut now = SavedLock { kind, ..*lock };
         let (mut old, mut new) = (Vec::new(), Vec::new());
         if lock.flock {
             old.extend(self.flocks.remove(&lock.handle));
         } else if let Some(ranges) = self.ranges.get_mut(&lock.owner) {
-            // Neighbours are met, too.
+            // Includes adjacent ranges.
             let up_to = ranges.range(..=lock.end.saturating_add(1)).rev();
             let near = up_to.take_while(|(_, (other, _))| lock.start <= other.end.saturating_add(1));
             let touched =
@@ -164,7 +164,7 @@ impl InodeLocks {
     }
 }
 
-/// The locks that a client has. There are no more than the source has.
+/// The locks that a client holds. The source's limits bound their number.
 #[derive(Default)]
 pub(crate) struct HeldLocks(Mutex<HashMap<Ino, InodeLocks>>);
 
@@ -173,17 +173,18 @@ impl HeldLocks {
         lock(&self.0).values().flat_map(InodeLocks::all).map(|(lock, _)| *lock).collect()
     }
 
-    /// A lock that is written down already.
+    /// Adds a lock that is recorded already.
     pub(crate) fn adopt(&self, saved: SavedLock, slot: Option<Slot>) {
         lock(&self.0).entry(saved.ino).or_default().insert(saved, slot);
     }
 
-    /// The client has got a lock, or (without a kind) given one up.
+    /// Records that the client got a lock, or released it (`LockKind::Unlock`).
     pub(crate) fn set(&self, record: Option<&SessionRecord>, saved: &SavedLock, kind: LockKind) {
         let mut all = lock(&self.0);
         let held = all.entry(saved.ino).or_default();
         let (old, new) = held.change(saved, kind);
-        // First the new ones: what a server in between finds is too much, and put right when the request is repeated.
+        // The new records come first: a server that starts in between finds too many, which the repeated request
+        // corrects.
         for lock in new {
             held.insert(lock, record.and_then(|to| to.store.lock(to.epoch, lock)));
         }
@@ -207,14 +208,14 @@ impl HeldLocks {
         }
     }
 
-    /// An owner has closed a descriptor of the inode.
+    /// Drops the locks of an owner that has closed a descriptor of the inode.
     pub(crate) fn flushed(&self, record: Option<&SessionRecord>, ino: Ino, owner: u64) {
         self.drop_matching(record, ino, |held| {
             held.ranges.remove(&owner).into_iter().flat_map(BTreeMap::into_values).collect()
         });
     }
 
-    /// A handle is closed, the last one of its inode or not.
+    /// Drops the locks of a closed handle; all locks of the inode if it was the last handle.
     pub(crate) fn released(&self, record: Option<&SessionRecord>, open: Open, is_last: bool) {
         if open.is_dir {
             return;
@@ -226,7 +227,7 @@ impl HeldLocks {
     }
 }
 
-/// What is written down of locks that are no more.
+/// Removes the records of released locks.
 fn erase(record: Option<&SessionRecord>, locks: Vec<StoredLock>) {
     let Some(record) = record else { return };
     locks.into_iter().filter_map(|(_, slot)| slot).for_each(|slot| record.remove(slot));
@@ -258,7 +259,7 @@ mod tests {
         assert_eq!(ranges(&locks), [(1, 0, 4), (1, 5, 30), (1, 31, 99), (2, 50, 60)]);
         locks.flushed(None, Ino(2), 1);
         assert_eq!(ranges(&locks), [(2, 50, 60)]);
-        // However many small ones a client asks for, in whatever order, through whatever handle.
+        // Adjacent locks are merged, in any order and through any handle.
         for start in [0, 2, 1, 4, 3, u64::MAX] {
             locks.set(None, &lock(start % 3, 3, start, start), LockKind::Read);
         }

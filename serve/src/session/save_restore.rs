@@ -15,10 +15,11 @@ use crate::mappings::{MAPPING_FLAGS, Mappings};
 use crate::persistence::{OpenRecord, RestoreError, SessionRecord};
 use crate::share::Share;
 
-/// References to one inode that are taken over at most: more than a client honestly has, and counting on never overflows.
+/// The most references to one inode that are restored: more than a real client has, and later counting cannot
+/// overflow.
 const REFERENCES_MAX: u64 = 1 << 48;
 
-/// Agrees again on what was agreed on.
+/// Repeats the negotiation of the previous server.
 fn agree(
     share: &Share,
     slot: &SessionSlot,
@@ -50,7 +51,7 @@ fn agree(
 }
 
 impl SessionSlot {
-    /// Goes on with what the server before has left, if it has left anything.
+    /// Restores the session that the previous server left; returns whether there was one.
     ///
     /// # Errors
     /// [`RestoreError`].
@@ -71,14 +72,14 @@ impl SessionSlot {
         Ok(true)
     }
 
-    /// Goes on with what a server on another host had, in the place of what the client may have held here. Inodes are found
-    /// within these bounds; anybody may have written the state.
+    /// Restores a session that a server on another host saved, in place of the current one. Inodes are found within
+    /// this scope; the state is untrusted. Returns the number of inodes that were not restored.
     ///
     /// # Errors
-    /// [`RestoreError`]; or as many inodes as are not there, or are something else.
+    /// [`RestoreError`].
     pub fn load(&self, share: &Share, saved: Saved, within: IdentityScope) -> std::result::Result<usize, RestoreError> {
         let negotiated = agree(share, self, None, &saved.init)?;
-        // Nobody elsewhere is a process of this host.
+        // The other server was no process of this host.
         let within = if within == IdentityScope::Host { IdentityScope::Paths } else { within };
         self.end();
         let record = self.store.as_ref().map(|store| SessionRecord::begin(store, saved.init));
@@ -90,19 +91,20 @@ impl SessionSlot {
         Ok(lost)
     }
 
-    /// All that the client holds, for a server that finds inodes within these bounds, and how many it cannot.
+    /// Returns the client's state for a server that finds inodes within this scope, and the number of inodes that
+    /// cannot be identified.
     pub fn save(&self, within: IdentityScope) -> Option<(Saved, usize)> {
         self.current().map(|session| session.save(within))
     }
 
-    /// The client is about to go on elsewhere: its locks are given up, so that a server on this host can get them.
+    /// The client migrates: releases its locks.
     pub fn release_locks_for_migration(&self) {
         if let Some(session) = self.current() {
             session.release_locks_for_migration();
         }
     }
 
-    /// The client goes on here: it gets the locks back that were given up for a server elsewhere.
+    /// The migration failed: takes the released locks again.
     pub fn reclaim_locks(&self) {
         if let Some(session) = self.current() {
             session.reclaim_locks();
@@ -129,19 +131,19 @@ impl Session {
         let (nodes, opens) = (saved.nodes.len(), saved.opens.len());
         let lost = session.adopt((saved, IdentityScope::Host), files, Some(slots));
         let name = &share.name;
-        tracing::info!("{name}: going on with a guest that knows {nodes} inodes and has {opens} files open");
+        tracing::info!("{name}: resuming a guest that knows {nodes} inodes and has {opens} files open");
         if lost > 0 {
             tracing::warn!("{name}: {lost} inodes or open files cannot be restored; the guest gets errors for them");
         }
         session
     }
 
-    /// What the server before has begun with a request.
+    /// Removes and returns what the previous server recorded of a request.
     pub(crate) fn journal_entry(&self, unique: u64) -> Option<JournalEntry> {
         lock(&self.journal_entries).remove(&unique)
     }
 
-    /// Takes over inodes, open files and locks. Returns how many could not be.
+    /// Restores inodes, open files and locks; returns how many failed.
     fn adopt(
         &self,
         (saved, within): (Saved, IdentityScope),
@@ -157,7 +159,7 @@ impl Session {
                 Ok(()) if slot.is_some() => self.locks.adopt(lock, slot),
                 Ok(()) => self.locks.set(self.record.as_ref(), &lock, lock.kind),
                 Err(error) => {
-                    tracing::error!(ino = lock.ino.0, %error, "a lock of the guest was lost: somebody else has it now");
+                    tracing::error!(ino = lock.ino.0, %error, "a lock of the guest was lost: another client holds it");
                     lost += 1;
                     self.remove_records(slot);
                 }
@@ -166,7 +168,7 @@ impl Session {
         lost
     }
 
-    /// The source, if it finds inodes again.
+    /// Returns the source's [`Migrate`], if it has one.
     fn migrate(&self) -> Result<&dyn Migrate> {
         self.source.migrate().ok_or(Errno::NOSYS)
     }
@@ -184,12 +186,12 @@ impl Session {
         mut slots: Option<&mut Slots>,
     ) -> usize {
         let open: HashMap<Ino, &OwnedFd> = files.iter().map(|(open, file)| (open.ino, file)).collect();
-        // Those with a descriptor are found also if their directories are not, which are to be looked for first.
+        // Inodes with a descriptor are found even without their directories, so they come last.
         let has_file: HashSet<Ino> = files.keys().filter(|open| !open.is_dir).map(|open| open.ino).collect();
         let (with_file, without): (Vec<_>, Vec<_>) = nodes.into_iter().partition(|node| has_file.contains(&node.ino));
         let mut lost = 0;
         for mut waiting in [without, with_file] {
-            // An inode may be found by way of another one, which comes later.
+            // An inode may need another one that comes later.
             while !waiting.is_empty() {
                 let before = waiting.len();
                 waiting = self.adopt_some((waiting, within), &open, slots.as_deref_mut(), &mut lost);
@@ -205,7 +207,8 @@ impl Session {
         lost
     }
 
-    /// Adopts inodes, each after the one that it needs; counts those that are lost, and returns those that may be found later.
+    /// Restores inodes, each after the one that it needs. Counts the lost ones and returns those that may be found
+    /// later.
     fn adopt_some(
         &self,
         (nodes, within): (Vec<Node>, IdentityScope),
@@ -214,18 +217,18 @@ impl Session {
         lost: &mut usize,
     ) -> Vec<Node> {
         let (mut ready, mut later) = (nodes, Vec::new());
-        // By the inode that they wait for. A client decides on the order of the records.
+        // By the inode that they wait for. The client determines the order of the records.
         let mut blocked: HashMap<Ino, Vec<Node>> = HashMap::new();
         ready.reverse();
         while let Some(node) = ready.pop() {
             if self.shard(node.ino.0).references.contains_key(&node.ino) {
-                // The server ended while it wrote its new place down.
+                // A duplicate: the previous server ended while it recorded a new name.
                 continue;
             }
             let file = open.get(&node.ino).map(|file| file.as_fd());
             let slot = slots.as_mut().and_then(|slots| slots.nodes.remove(&node.ino));
             let adopted = match node.ino {
-                // It is always there, and known by its number.
+                // It always exists, with a fixed number.
                 Ino::ROOT => Ok(()),
                 _ if node.references > REFERENCES_MAX => Err(Errno::INVAL),
                 ino => {
@@ -244,7 +247,7 @@ impl Session {
                     if let (Some(record), Some(slot)) = (&self.record, slot) {
                         record.references(slot, node.references);
                     }
-                    let known = InodeState { references: node.references, slot, length: None, kind: None };
+                    let known = InodeState { references: node.references, slot, size: None, kind: None };
                     self.shard(node.ino.0).references.insert(node.ino, known);
                     ready.extend(blocked.remove(&node.ino).unwrap_or_default());
                 }
@@ -259,7 +262,7 @@ impl Session {
                     }
                 }
                 Err(error) => {
-                    tracing::debug!(ino = node.ino.0, %error, "an inode is not found again");
+                    tracing::debug!(ino = node.ino.0, %error, "an inode cannot be restored");
                     *lost += 1;
                     self.remove_records(slot);
                 }
@@ -289,7 +292,7 @@ impl Session {
                 Ok(()) => {
                     let open_record = match (&self.record, slot) {
                         (Some(record), Some(slot)) if !has_file && !is_dir => {
-                            // The keeper had no room for it.
+                            // The keeper had no room for the descriptor.
                             record.remove(slot);
                             record.opened(&*self.source, self.id, open, flags)
                         }
@@ -300,7 +303,7 @@ impl Session {
                     *self.shard(ino.0).opening(open) = OpenState { count: 1, flags, open_record };
                 }
                 Err(error) => {
-                    tracing::debug!(ino = ino.0, %error, "an open file is not found again");
+                    tracing::debug!(ino = ino.0, %error, "an open file cannot be restored");
                     lost += 1;
                     if let (Some(record), Some(_)) = (&self.record, slot) {
                         record.closed(&OpenRecord { slot, has_file });
@@ -311,7 +314,7 @@ impl Session {
         lost
     }
 
-    /// Takes a lock, or gives it up.
+    /// Takes a lock, or releases it.
     fn set_lock(&self, saved: &SavedLock, kind: LockKind) -> Result<()> {
         let SavedLock { ino, handle, owner, pid, flock, start, end, .. } = *saved;
         let caller = Caller { session: self.id, pid, ..Caller::default() };
@@ -321,38 +324,39 @@ impl Session {
         if !matches!(first, Err(Errno::BADF)) || flock {
             return first.map(drop);
         }
-        // The handle that it was taken through is closed: any other one of the owner's may carry it.
+        // The handle through which it was taken is closed: any other handle of the owner will do.
         let others: Vec<Open> = self.shard(ino.0).opens.keys().filter(|open| open.ino == ino).copied().collect();
         let tried = others.iter().map(|open| self.source.set_lock(&caller, ino, open.handle, &lock, None));
         tried.map(|outcome| outcome.map(drop)).find(|outcome| *outcome != Err(Errno::BADF)).unwrap_or(Err(Errno::BADF))
     }
 
-    /// Gives the client's locks up, so that the next server can take them. They stay noted. Whoever waits for one asks again.
+    /// Releases the client's locks, so that the next server can take them. They stay recorded. Waiting requests end
+    /// with EINTR.
     fn release_locks_for_migration(&self) {
         self.locks_released.store(true, Ordering::Relaxed);
-        self.blocked_locks.give_up();
-        self.events.give_up();
+        self.blocked_locks.interrupt_all();
+        self.events.interrupt_agent();
         for lock in self.locks.list() {
             if let Err(error) = self.set_lock(&lock, LockKind::Unlock) {
-                tracing::debug!(ino = lock.ino.0, %error, "a lock of the guest is not given up for another server");
+                tracing::debug!(ino = lock.ino.0, %error, "cannot release a lock of the guest for migration");
             }
         }
     }
 
-    /// The client stays here after all.
+    /// Takes the client's locks again after a failed migration.
     fn reclaim_locks(&self) {
         if !self.locks_released.swap(false, Ordering::Relaxed) {
             return;
         }
         for lock in self.locks.list() {
             if let Err(error) = self.set_lock(&lock, lock.kind) {
-                tracing::error!(ino = lock.ino.0, %error, "a lock of the guest was lost: somebody else has it now");
+                tracing::error!(ino = lock.ino.0, %error, "a lock of the guest was lost: another client holds it");
                 self.locks.set(self.record.as_ref(), &lock, LockKind::Unlock);
             }
         }
     }
 
-    /// All that the client holds, and how many inodes cannot be named to another host.
+    /// Returns the client's state, and how many inodes cannot be identified to another host.
     fn save(&self, within: IdentityScope) -> (Saved, usize) {
         let mut saved = Saved { init: self.init, locks: self.locks.list(), ..Saved::default() };
         let mut missing: HashMap<Ino, u64> = HashMap::new();
@@ -369,7 +373,7 @@ impl Session {
                 match identity {
                     Ok(identity) => saved.nodes.push(Node { ino: *ino, references: known.references, identity }),
                     Err(error) => {
-                        tracing::debug!(ino = ino.0, %error, "an inode cannot be named to another host");
+                        tracing::debug!(ino = ino.0, %error, "an inode cannot be identified to another host");
                         missing.insert(*ino, known.references);
                     }
                 }
@@ -377,10 +381,7 @@ impl Session {
         }
         if !missing.is_empty() {
             let inos: Vec<Ino> = missing.keys().copied().collect();
-            tracing::info!(
-                "{} inodes of the guest are not where they were; they are looked for in all of the share",
-                inos.len()
-            );
+            tracing::info!("{} inodes of the guest have moved; searching the whole share for them", inos.len());
             let found = self.migrate().map(|source| source.search(&inos, within)).unwrap_or_default();
             for (ino, identity) in found {
                 saved.nodes.extend(missing.remove(&ino).map(|references| Node { ino, references, identity }));
@@ -389,7 +390,7 @@ impl Session {
         (saved, missing.len())
     }
 
-    /// The client has a lock, or has given one up.
+    /// Records a lock that the client got or released.
     pub(crate) fn locked(&self, ino: Ino, request: &LockRequest) {
         let LockRequest { handle, owner, kind, start, end, pid, flock } = *request;
         let kind_now = if kind == LockKind::Write { LockKind::Write } else { LockKind::Read };
@@ -397,12 +398,12 @@ impl Session {
         self.locks.set(self.record.as_ref(), &lock, kind);
     }
 
-    /// The client's owner has closed a descriptor.
+    /// Records that a lock owner has closed a descriptor.
     pub(crate) fn unlocked_all(&self, ino: Ino, owner: u64) {
         self.locks.flushed(self.record.as_ref(), ino, owner);
     }
 
-    /// The client has given something other names: where the source finds it by these, that is written down.
+    /// Updates the records of renamed inodes, if the source finds them by name.
     pub(crate) fn renamed(&self, caller: &Caller<'_>, names: &[(Ino, Name<'_>)]) {
         let Some(record) = &self.record else { return };
         for (dir, name) in names {
@@ -426,7 +427,7 @@ impl Session {
     }
 }
 
-/// Where what was taken over is written down already.
+/// The existing records of restored state.
 struct Slots {
     nodes: HashMap<Ino, ferry_state::Slot>,
     opens: HashMap<OpenFile, ferry_state::Slot>,

@@ -7,7 +7,8 @@ use std::sync::{Arc, mpsc};
 
 use ferry_engine::Operation as Movement;
 use ferry_serve::{
-    Carrier, FuseCarrier, HEADER_BYTES, ReplyBuffer, Served, Server, SessionSlot, Share, ShareOptions, TransferRequest,
+    Carrier, FuseCarrier, HEADER_BYTES, ReplyBuffer, ServeOutcome, Server, SessionSlot, Share, ShareOptions,
+    TransferRequest,
 };
 use ferry_vfs::{Errno, FileSystem, Ino};
 use ferry_wire::fuse::{
@@ -213,10 +214,10 @@ impl Client {
             late: self.sender.clone(),
         };
         let written = match self.server.serve_caught(&mut message) {
-            Served::Reply(written) => written,
-            Served::NoReply => return Answer::NoReply,
-            Served::Later | Served::Parked => return Answer::Late,
-            Served::Transfer => {
+            ServeOutcome::Reply(written) => written,
+            ServeOutcome::NoReply => return Answer::NoReply,
+            ServeOutcome::Later | ServeOutcome::Parked => return Answer::Late,
+            ServeOutcome::Transfer => {
                 let outcome = message.transfer();
                 self.server.transferred(message.token(), &mut message, outcome)
             }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use common::{Answer, Client};
 use ferry_serve::{Backings, Cache, HEADER_BYTES, SessionSlot, ShareOptions};
 use ferry_vfs::*;
-use ferry_wire::fuse::{DirEntries, InitFlags, OpenFlags, Opened, Operation, Release, Reply, ReplyKind, Timeouts};
+use ferry_wire::fuse::{DirEntries, InitFlags, OpenFlags, OpenReply, Operation, Release, Reply, ReplyKind, Timeouts};
 
 const FILE: Ino = Ino(2);
 const REGULAR: u32 = 0o100_000;
@@ -113,7 +113,7 @@ fn client(one: &Arc<One>, passes: bool) -> Client {
 }
 
 /// How long what an answer tells of attributes holds, and what was opened.
-fn told(client: &mut Client, ino: Ino, operation: Operation<'_>) -> (Vec<Duration>, Option<Opened>) {
+fn told(client: &mut Client, ino: Ino, operation: Operation<'_>) -> (Vec<Duration>, Option<OpenReply>) {
     let kind = operation.reply_kind().unwrap();
     let Answer::Reply(body) = client.ask(ino, operation) else { panic!("refused") };
     if kind == ReplyKind::Bytes {

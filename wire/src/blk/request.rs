@@ -149,7 +149,7 @@ pub enum Refusal {
     PastEnd {
         /// The first sector.
         sector: u64,
-        /// The length.
+        /// The length in bytes.
         bytes: u64,
     },
     /// The disk is read-only.

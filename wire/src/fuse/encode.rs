@@ -1,4 +1,5 @@
-//! Encodes requests for clients: the native driver and the tests.
+//! Encodes requests (FUSE protocol 7.45, `fuse_in_header` and the structs behind it) for clients: the native driver
+//! and the tests.
 
 use ferry_vfs::{CopyRange, Handle, IoRange, Seek, SetAttr, SetTime};
 use zerocopy::{Immutable, IntoBytes};

@@ -29,7 +29,7 @@ pub use ext::{Extensions, Groups, Records, SecurityContexts};
 pub use init::{InitError, InitOptions, InitOutcome, InitRequest, Negotiated, negotiate};
 pub use notify::Notification;
 pub use operation::{LockRequest, Operation, Release};
-pub use reply::{Opened, REPLY_HEAD_BYTES_MAX, Reply, ReplyKind, Timeouts, encode_error};
+pub use reply::{OpenReply, REPLY_HEAD_BYTES_MAX, Reply, ReplyKind, Timeouts, encode_error};
 pub use reply_decode::ReplyDecodeError;
 pub use request::{DecodeError, IN_HEADER_BYTES, Peek, REQUEST_HEAD_BYTES_MAX, Request, WRITE_HEAD_BYTES, peek};
 

@@ -25,7 +25,7 @@ pub struct Timeouts {
 
 /// An opened file (FUSE protocol 7.45, `fuse_open_out`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Opened {
+pub struct OpenReply {
     /// The handle.
     pub handle: Handle,
     /// How the client may treat the file.
@@ -34,7 +34,7 @@ pub struct Opened {
     pub backing_id: i32,
 }
 
-impl Opened {
+impl OpenReply {
     /// Creates the result without a backing file.
     pub fn new(handle: Handle, flags: OpenFlags) -> Self {
         Self { handle, flags, backing_id: 0 }
@@ -70,7 +70,7 @@ pub enum Reply<'a> {
         /// Use DAX for it, with [`InitFlags::HAS_INODE_DAX`].
         dax: bool,
         /// The open file.
-        opened: Opened,
+        opened: OpenReply,
     },
     /// Attributes.
     Attr {
@@ -89,7 +89,7 @@ pub enum Reply<'a> {
         timeout: Duration,
     },
     /// An opened file or directory.
-    Open(Opened),
+    Open(OpenReply),
     /// The number of bytes written or copied.
     Write {
         /// Bytes written or copied.
@@ -336,7 +336,7 @@ fn statx_out(attr: &Attr) -> abi::Statx {
     }
 }
 
-fn open_out(opened: &Opened) -> abi::OpenOut {
+fn open_out(opened: &OpenReply) -> abi::OpenOut {
     abi::OpenOut { fh: opened.handle.0, open_flags: opened.flags.bits(), backing_id: opened.backing_id }
 }
 

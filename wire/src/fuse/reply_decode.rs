@@ -1,4 +1,5 @@
-//! Decodes replies for clients: the native driver and the tests.
+//! Decodes replies (FUSE protocol 7.45, `fuse_out_header` and the structs behind it) for clients: the native driver
+//! and the tests.
 
 use std::time::Duration;
 
@@ -6,7 +7,7 @@ use ferry_vfs::{Attr, Entry, Errno, Handle, Ino, Lock, LockKind, LockOwner, Stat
 
 use super::abi::{self, OpenFlags, OutHeader};
 use super::reply::STATX_BTIME;
-use super::{Opened, Reply, ReplyKind, Timeouts};
+use super::{OpenReply, Reply, ReplyKind, Timeouts};
 use crate::body::{Body, FieldError, ensure};
 
 /// A malformed reply.
@@ -150,8 +151,8 @@ fn statx(out: &abi::Statx) -> Result<Attr, FieldError> {
     })
 }
 
-fn opened(out: &abi::OpenOut) -> Opened {
-    Opened { handle: Handle(out.fh), flags: OpenFlags::from_bits_retain(out.open_flags), backing_id: out.backing_id }
+fn opened(out: &abi::OpenOut) -> OpenReply {
+    OpenReply { handle: Handle(out.fh), flags: OpenFlags::from_bits_retain(out.open_flags), backing_id: out.backing_id }
 }
 
 fn statfs(out: &abi::Kstatfs) -> Statfs {

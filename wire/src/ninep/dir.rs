@@ -1,4 +1,4 @@
-//! The entries of directory listings (Rreaddir): `qid[13] offset[8] type[1] name[s]`.
+//! The entries of directory listings (9P2000.L, Rreaddir): `qid[13] offset[8] type[1] name[s]`.
 
 use ferry_vfs::{DirItem, FileType};
 

@@ -1,4 +1,4 @@
-//! R messages.
+//! R messages (9P2000, intro(5); 9P2000.L).
 
 use ferry_vfs::{Attr, Errno, Statfs};
 

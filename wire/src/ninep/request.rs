@@ -1,4 +1,4 @@
-//! T messages.
+//! T messages (9P2000, intro(5); 9P2000.L).
 
 use ferry_vfs::{LockKind, Name, OFlags, SetAttr, XattrFlags};
 
@@ -235,7 +235,8 @@ pub enum Request<'a> {
     Renameat { dir: Fid, name: Name<'a>, new_dir: Fid, new_name: Name<'a> },
     /// Tunlinkat: removes a name, of a directory or of another file.
     Unlinkat { dir: Fid, name: Name<'a>, is_dir: bool },
-    /// Waits for what others do to files that this client has fids of. Only in [`super::VERSION_OF_FERRY`].
+    /// Waits for changes by others of files that this client has fids of. Only in [`super::VERSION_OF_FERRY`]; see
+    /// docs/design/events.md.
     Events {
         /// The root, as a user who may see everything.
         fid: Fid,

@@ -122,7 +122,7 @@ pub(super) struct DeviceCarrier<'a> {
     /// The transfer of the request.
     pub(super) transfer: Option<Transfer>,
     /// It is monitored until its reply.
-    pub(super) is_asked: Cell<bool>,
+    pub(super) is_monitored: Cell<bool>,
 }
 
 impl<'a> DeviceCarrier<'a> {
@@ -131,7 +131,7 @@ impl<'a> DeviceCarrier<'a> {
         reply_channel: &'a Arc<OwnedFd>,
         (generation, memory, counters): (Generation, &'a mut Memory, &'a Counters),
     ) -> Self {
-        Self { reader, reply_channel, generation, memory, counters, transfer: None, is_asked: Cell::new(false) }
+        Self { reader, reply_channel, generation, memory, counters, transfer: None, is_monitored: Cell::new(false) }
     }
 }
 
@@ -194,7 +194,7 @@ impl FuseCarrier for DeviceCarrier<'_> {
         if self.memory.may_be_abandoned() {
             // Before a reply is possible.
             later.begin(unique, Arc::clone(&channel));
-            self.is_asked.set(true);
+            self.is_monitored.set(true);
         }
         move |reply| {
             if later.end(unique) {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::Thread;
 
 use ferry_engine::{Ownership, RateLimiter, Transfer};
-use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server, is_limited};
+use ferry_serve::{FuseCarrier, HEADER_BYTES, ServeOutcome, Server, is_limited};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Ino};
 use ferry_wire::fuse::{Opcode, encode_error};
@@ -86,7 +86,7 @@ pub(super) fn start_worker(queue: &Arc<Queue>) -> io::Result<Arc<ParkedWorker>> 
 }
 
 /// Why a worker stopped serving.
-enum Ended {
+enum ExitReason {
     /// Somebody else owns the queue now.
     Replaced,
     /// The connection has ended.
@@ -131,7 +131,7 @@ impl<'a> Worker<'a> {
                 Order::Look => continue,
             };
             self.server.batch_end();
-            if let Ended::Over = ended {
+            if let ExitReason::Over = ended {
                 return;
             }
             lock(&self.queue.spares).push(Arc::clone(parked_worker));
@@ -142,7 +142,7 @@ impl<'a> Worker<'a> {
     }
 
     /// Registers the first entries. The kernel refuses them at once or not at all.
-    fn begin(&mut self, mut ownership: Ownership, told: &Sender<(usize, io::Result<()>)>) -> Ended {
+    fn begin(&mut self, mut ownership: Ownership, told: &Sender<(usize, io::Result<()>)>) -> ExitReason {
         let outcome = self.register(0..self.queue.depth).and_then(|()| self.watch_mail()).and_then(|()| self.submit());
         let mut early = Vec::new();
         let mut refused = Vec::new();
@@ -163,30 +163,30 @@ impl<'a> Worker<'a> {
         // If it is gone, its caller has aborted it.
         let _ = told.send((self.queue.cpu, outcome));
         if failed {
-            return Ended::Over;
+            return ExitReason::Over;
         }
         for index in early {
             if !self.delay(index) && !self.serve(index, &mut ownership) {
-                return Ended::Replaced;
+                return ExitReason::Replaced;
             }
         }
         self.own(ownership)
     }
 
     /// Serves until the queue has another owner, or the end.
-    fn own(&mut self, mut ownership: Ownership) -> Ended {
+    fn own(&mut self, mut ownership: Ownership) -> ExitReason {
         self.add_entries();
         loop {
             if let Some(index) = self.next_delayed()
                 && !self.serve(index, &mut ownership)
             {
-                return Ended::Replaced;
+                return ExitReason::Replaced;
             }
             // SAFETY: this thread owns the queue.
             match unsafe { self.queue.ring.next() } {
                 Some(Completed::Request(index)) => {
                     if !self.delay(index) && !self.serve(index, &mut ownership) {
-                        return Ended::Replaced;
+                        return ExitReason::Replaced;
                     }
                 }
                 Some(Completed::Transfer(index, result)) => self.transfer_completed(index, result),
@@ -196,7 +196,7 @@ impl<'a> Worker<'a> {
                     self.server.batch_end();
                     if self.queue.is_over() {
                         self.drain();
-                        return Ended::Over;
+                        return ExitReason::Over;
                     }
                     if let Err(error) = self.sleep() {
                         tracing::error!("the ring of CPU {} is broken, the mount ends: {error}", self.queue.cpu);
@@ -375,7 +375,7 @@ impl<'a> Worker<'a> {
         counters.requests.add(1);
         let mut carrier = RingCarrier { queue, block, slot, index, generation, message, counters, transfer: None };
         let outcome = match (server.serve_caught(&mut carrier), carrier.transfer.take()) {
-            (Served::Transfer, Some(transfer)) => make_transfer(&mut carrier, server, transfer),
+            (ServeOutcome::Transfer, Some(transfer)) => make_transfer(&mut carrier, server, transfer),
             (served, _) => Outcome::Served(served),
         };
         let ours = queue.watch.leave(ownership);
@@ -385,9 +385,9 @@ impl<'a> Worker<'a> {
         }
         match outcome {
             Outcome::Waits(waits) => submit_to_ring(self, index, waits, ours),
-            Outcome::Served(later @ (Served::Later | Served::Parked)) => {
+            Outcome::Served(later @ (ServeOutcome::Later | ServeOutcome::Parked)) => {
                 queue.parked.fetch_add(1, Ordering::Relaxed);
-                if later == Served::Later && may_be_abandoned(header.opcode) {
+                if later == ServeOutcome::Later && may_be_abandoned(header.opcode) {
                     queue.deferred.begin(header.unique, (index, generation));
                     if !state.generation_cell.runs(generation) {
                         // Its reply was sent before that.
@@ -398,7 +398,7 @@ impl<'a> Worker<'a> {
                     self.add_entries();
                 }
             }
-            Outcome::Served(Served::Reply(bytes)) if bytes >= HEADER_BYTES => {
+            Outcome::Served(ServeOutcome::Reply(bytes)) if bytes >= HEADER_BYTES => {
                 if state.generation_cell.end(generation) {
                     // SAFETY: the thread that ends the generation owns the entry until it is committed.
                     unsafe { block.chunk.set_reply_payload(slot, bytes - HEADER_BYTES) };
@@ -456,7 +456,7 @@ impl<'a> Worker<'a> {
 
 /// What a worker has done for a request.
 enum Outcome {
-    Served(Served),
+    Served(ServeOutcome),
     /// The rest is the ring's.
     Waits(BlockingTransfer),
 }
@@ -468,7 +468,7 @@ fn make_transfer(carrier: &mut RingCarrier<'_>, server: &mut Server, mut transfe
             if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
                 carrier.counters.read_bytes.add(*bytes as u64);
             }
-            Outcome::Served(Served::Reply(server.transferred(carrier.token(), carrier, outcome)))
+            Outcome::Served(ServeOutcome::Reply(server.transferred(carrier.token(), carrier, outcome)))
         }
         TransferOutcome::Waits(second) => match server.detach(carrier.token()) {
             Some(unfinished) => {
@@ -477,9 +477,9 @@ fn make_transfer(carrier: &mut RingCarrier<'_>, server: &mut Server, mut transfe
             }
             None => {
                 carrier.block.end_move(carrier.slot, carrier.generation, second);
-                Outcome::Served(Served::Reply(0))
+                Outcome::Served(ServeOutcome::Reply(0))
             }
         },
-        TransferOutcome::Over => Outcome::Served(Served::Reply(0)),
+        TransferOutcome::Over => Outcome::Served(ServeOutcome::Reply(0)),
     }
 }

@@ -62,13 +62,13 @@ fn writes_are_merged_until_a_name_changes() {
     queue.push(Event::Modified(place("b")));
     let kinds: Vec<_> = told(&wait(&queue, never)).1.into_iter().map(|(_, kind)| kind).collect();
     assert_eq!(kinds, [Kind::Modified, Kind::Modified, Kind::Created, Kind::Modified]);
-    // What is being replayed is not merged with what comes now.
+    // An event that is being replayed is not merged with later ones.
     queue.announce(2);
     queue.push(Event::Modified(place("b")));
     assert_eq!(told(&wait(&queue, never)).1.len(), 3);
 }
 
-/// Who waits for the end of writing, and not for each write, must not miss the last one.
+/// A program that watches only `Closed` must not miss the last write.
 #[test]
 fn the_end_of_writing_comes_after_what_was_written() {
     let (queue, never) = (Queue::new(false), Instant::now() + Duration::from_secs(1000));
@@ -76,7 +76,7 @@ fn the_end_of_writing_comes_after_what_was_written() {
     let write = || [Event::Modified, Event::Closed].into_iter().for_each(|event| queue.push(event(place("a"))));
     write();
     assert!(queue.announce(1).is_some());
-    // The first is being replayed: its end is told before the second.
+    // The first is being replayed: its `Closed` is sent before the second `Modified`.
     (0..10).for_each(|_| write());
     let kinds: Vec<_> = told(&wait(&queue, never)).1.into_iter().map(|(_, kind)| kind).collect();
     assert_eq!(kinds, [Kind::Closed, Kind::Modified, Kind::Closed]);
@@ -146,7 +146,7 @@ fn a_client_acknowledges_and_what_was_sent_is_not_merged_with() {
     queue.push(Event::Modified(place("a")));
     queue.push(Event::Modified(place("a")));
     assert_eq!(told(&wait(&queue, never)).1, [(1, Kind::Modified)]);
-    // While the client deals with the first.
+    // While the client processes the first.
     queue.push(Event::Modified(place("a")));
     queue.push(Event::Modified(place("a")));
     queue.acknowledge(0);
@@ -245,5 +245,5 @@ fn new_files_of_a_client_have_their_names_for_long() {
         assert_eq!(by_name(number), Some(Event::Modified(place(&number.to_string()))));
     }
     assert_eq!((by_name(0), by_name(LOOK_AHEAD as u64).is_some()), (None, true));
-    assert!(lock(&queue.0).coming.len() <= LOOK_AHEAD);
+    assert!(lock(&queue.0).new_names.len() <= LOOK_AHEAD);
 }

@@ -37,7 +37,7 @@ wire! {
         gid: u32,
         /// Device number.
         rdev: u32,
-        /// Preferred transfer size.
+        /// Preferred transfer size in bytes.
         blksize: u32,
         /// `ATTR_*`.
         flags: u32,
@@ -57,7 +57,7 @@ wire! {
     Statx (256) {
         /// Which fields are valid (`STATX_*`).
         mask: u32,
-        /// Preferred transfer size.
+        /// Preferred transfer size in bytes.
         blksize: u32,
         /// `STATX_ATTR_*`.
         attributes: u64,
@@ -111,11 +111,11 @@ wire! {
         files: u64,
         /// Free inodes.
         ffree: u64,
-        /// Preferred transfer size.
+        /// Preferred transfer size in bytes.
         bsize: u32,
-        /// Longest name.
+        /// Longest name in bytes.
         namelen: u32,
-        /// Size of a block.
+        /// Size of a block in bytes.
         frsize: u32,
         /// Zero.
         padding: u32,
@@ -191,7 +191,7 @@ wire! {
     RemovemappingOne (16) {
         /// Offset in the window.
         moffset: u64,
-        /// Length.
+        /// Length in bytes.
         len: u64,
     }
 

@@ -69,7 +69,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_getxattr_out`.
     GetxattrOut (8) {
-        /// Length of the value.
+        /// Length of the value in bytes.
         size: u32,
         /// Zero.
         padding: u32,
@@ -157,7 +157,7 @@ wire! {
         ino: u64,
         /// First byte; negative: invalidate the attributes only.
         off: i64,
-        /// Length; 0: to the end of the file.
+        /// Length in bytes; 0: to the end of the file.
         len: i64,
     }
 
@@ -191,7 +191,7 @@ wire! {
         nodeid: u64,
         /// First byte.
         offset: u64,
-        /// Length.
+        /// Length in bytes.
         size: u32,
         /// Zero.
         padding: u32,

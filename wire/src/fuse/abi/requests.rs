@@ -93,7 +93,7 @@ wire! {
         padding: u32,
         /// Open file.
         fh: u64,
-        /// Size.
+        /// Size in bytes.
         size: u64,
         /// Lock owner of the caller that truncates.
         lock_owner: u64,
@@ -171,7 +171,7 @@ wire! {
         fh: u64,
         /// First byte.
         offset: u64,
-        /// Length.
+        /// Length in bytes.
         size: u32,
         /// `READ_*`.
         read_flags: u32,
@@ -189,7 +189,7 @@ wire! {
         fh: u64,
         /// First byte.
         offset: u64,
-        /// Length.
+        /// Length in bytes.
         size: u32,
         /// `WRITE_*`.
         write_flags: u32,
@@ -213,7 +213,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_setxattr_in`.
     SetxattrIn (16) {
-        /// Length of the value.
+        /// Length of the value in bytes.
         size: u32,
         /// `XATTR_*`.
         flags: u32,
@@ -225,7 +225,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_setxattr_in` (without `FUSE_SETXATTR_EXT`).
     SetxattrInShort (8) {
-        /// Length of the value.
+        /// Length of the value in bytes.
         size: u32,
         /// `XATTR_*`.
         flags: u32,
@@ -317,7 +317,7 @@ wire! {
         arg: u64,
         /// Length of the input that follows, in bytes.
         in_size: u32,
-        /// Room for output.
+        /// Room for output in bytes.
         out_size: u32,
     }
 
@@ -339,7 +339,7 @@ wire! {
         fh: u64,
         /// First byte.
         offset: u64,
-        /// Length.
+        /// Length in bytes.
         length: u64,
         /// `FALLOC_FL_*`.
         mode: u32,
@@ -371,7 +371,7 @@ wire! {
         fh_out: u64,
         /// Offset to copy to.
         off_out: u64,
-        /// Length.
+        /// Length in bytes.
         len: u64,
         /// Zero.
         flags: u64,
@@ -383,7 +383,7 @@ wire! {
         fh: u64,
         /// Offset in the file.
         foffset: u64,
-        /// Length.
+        /// Length in bytes.
         len: u64,
         /// `SETUPMAPPING_*`.
         flags: u64,

@@ -271,7 +271,7 @@ impl Seed {
         let (entry, timeouts, attr, dax) = (self.entry(), self.timeouts(), self.attr(), self.bit(1));
         let timeout = timeouts.attr;
         let flags = OpenFlags::from_bits_retain(self.u32(1));
-        let opened = Opened { handle: self.handle(), flags, backing_id: self.u32(2).cast_signed() };
+        let opened = OpenReply { handle: self.handle(), flags, backing_id: self.u32(2).cast_signed() };
         let statx = Attr { btime: self.bit(2).then_some(self.time(1)), submount: false, ..attr };
         let statfs = Statfs {
             blocks: self.words[0],
