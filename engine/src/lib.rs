@@ -79,5 +79,5 @@ pub use transfers::{
     IoMode, Operation, PoolTransfer, Transfer, Transfers, TransfersError, io_hints, lacks_io_uring, ring_fallbacks,
 };
 pub use watch::{CallSnapshot, Ownership, Watch};
-pub use windows::{Claim, Done, FileId, Member, Shortening, Window, Windows};
+pub use windows::{Claim, CompletionSignal, FileId, Member, Shortening, Window, Windows};
 pub use worker_monitor::{AbortPolicy, BLOCKED, CurrentRequest, Monitor, MonitorHandle, MonitoredWorker, Replacement};

@@ -19,8 +19,8 @@ use rustix::io::Errno;
 
 use self::pending::Pending;
 use self::route::Means;
-use self::transfer::Begun;
 pub use self::transfer::Transfer;
+use self::transfer::TransferStep;
 use crate::aio_batch::{AioBatch, CALLS_MAX};
 use crate::privileges::Privileges;
 use crate::registered::MemoryOwner;
@@ -270,19 +270,19 @@ impl Transfers {
             let means = Means { ring: self.ring.is_some(), pool, batch: queued.len() };
             // SAFETY: the contract of `queue` keeps the memory valid.
             match unsafe { pending.transfer().begin(means, &mut privileges) } {
-                Begun::Ended(outcome) => _ = self.finish(slot, outcome),
-                Begun::Ring => {
+                TransferStep::Ended(outcome) => _ = self.finish(slot, outcome),
+                TransferStep::Ring => {
                     // Transfers that are submitted with it must not run without a capability.
                     privileges = Privileges::default();
                     self.issue(slot);
                 }
-                Begun::Pool => {
+                TransferStep::Pool => {
                     let token = pending.token;
                     self.for_pool.extend(pending.take().map(|transfer| PoolTransfer { token, transfer }));
                     self.free.push(slot);
                 }
-                Begun::Inline if !pending.transfer().operation().clears_privileges() => self.inline.push(slot),
-                Begun::Inline => {
+                TransferStep::Inline if !pending.transfer().operation().clears_privileges() => self.inline.push(slot),
+                TransferStep::Inline => {
                     // SAFETY: as above.
                     let outcome = unsafe { pending.transfer().run_inline(&mut privileges) };
                     self.finish(slot, outcome);

@@ -25,8 +25,8 @@ use ferry_vfs::{Errno, Result, SessionId};
 
 use ferry_vfs::sync::lock;
 
-/// How long all windows together may take. A virtual machine monitor that is alive takes milliseconds; one that was stopped
-/// is not to hold up other clients, and then has itself to blame.
+/// How long all windows together may take. A running virtual machine monitor takes milliseconds; a stopped one must
+/// not delay other clients.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
 /// The page of all hosts that have windows: the end of a file within one leaves the whole page there.
@@ -43,16 +43,17 @@ pub struct FileId {
 
 /// A DAX window. No method may block.
 pub trait Window: Send + Sync {
-    /// Has what is mapped of the file from the page after `end` on taken away, and drops `done` when it is.
-    fn shorten(&self, file: FileId, end: u64, done: Done);
+    /// Unmaps the file from the first page after `end`; drops `done` when that has happened.
+    fn shorten(&self, file: FileId, end: u64, done: CompletionSignal);
 
-    /// It took too long, and the file is made shorter all the same. It is asked once more, and then not until [`Member::take_missed`].
+    /// Called after a timeout: the file is truncated nevertheless. The window gets one more request, and then none
+    /// until [`Member::take_missed`].
     fn late(&self);
 }
 
 /// Signals completion when dropped.
 #[derive(Debug)]
-pub struct Done {
+pub struct CompletionSignal {
     _waits: SyncSender<()>,
 }
 
@@ -288,7 +289,7 @@ impl Windows {
             .into_iter()
             .map(|member| {
                 let (sender, done) = sync_channel(0);
-                member.window.shorten(file, end, Done { _waits: sender });
+                member.window.shorten(file, end, CompletionSignal { _waits: sender });
                 (member, done)
             })
             .collect();
@@ -297,7 +298,7 @@ impl Windows {
             if done.recv_timeout(left) == Err(RecvTimeoutError::Timeout) && !member.late.swap(true, Ordering::SeqCst) {
                 member.window.late();
                 // So that it learns that it was late, also if it is done by now; nobody waits for this.
-                member.window.shorten(file, end, Done { _waits: sync_channel(0).0 });
+                member.window.shorten(file, end, CompletionSignal { _waits: sync_channel(0).0 });
             }
         }
         Shortening(Some((Arc::clone(&self.0), file, end)))
@@ -344,7 +345,7 @@ impl Claim {
         });
     }
 
-    /// Not so much was mapped.
+    /// Reduces the claim to what was mapped.
     #[must_use]
     pub fn up_to(mut self, end: u64) -> Self {
         self.end = end;

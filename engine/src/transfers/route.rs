@@ -19,7 +19,7 @@ pub(crate) struct Means {
     pub(crate) batch: usize,
 }
 
-/// What becomes of a transfer.
+/// Who runs a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Route {
     /// There is nothing to do.

@@ -15,7 +15,7 @@ use crate::privileges::Privileges;
 use crate::ring::SEGMENTS_MAX;
 
 /// The outcome of beginning a transfer.
-pub(crate) enum Begun {
+pub(crate) enum TransferStep {
     /// It has ended.
     Ended(io::Result<usize>),
     /// It only copies: the caller runs it now.
@@ -97,9 +97,11 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
         let mut privileges = Privileges::default();
         // SAFETY: guaranteed by the caller.
         match unsafe { self.begin(Means::default(), &mut privileges) } {
-            Begun::Ended(outcome) => outcome,
+            TransferStep::Ended(outcome) => outcome,
             // SAFETY: guaranteed by the caller.
-            Begun::Inline | Begun::Ring | Begun::Pool => unsafe { self.run_inline(&mut privileges) },
+            TransferStep::Inline | TransferStep::Ring | TransferStep::Pool => unsafe {
+                self.run_inline(&mut privileges)
+            },
         }
     }
 
@@ -111,10 +113,10 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
         let mut privileges = Privileges::default();
         // SAFETY: guaranteed by the caller.
         match unsafe { self.begin(Means { ring: true, pool: false, batch: 1 }, &mut privileges) } {
-            Begun::Ended(outcome) => Some(outcome),
+            TransferStep::Ended(outcome) => Some(outcome),
             // SAFETY: guaranteed by the caller.
-            Begun::Inline => Some(unsafe { self.run_inline(&mut privileges) }),
-            Begun::Ring | Begun::Pool => None,
+            TransferStep::Inline => Some(unsafe { self.run_inline(&mut privileges) }),
+            TransferStep::Ring | TransferStep::Pool => None,
         }
     }
 
@@ -122,26 +124,26 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
     ///
     /// # Safety
     /// As for [`Self::run`].
-    pub(crate) unsafe fn begin(&mut self, means: Means, privileges: &mut Privileges) -> Begun {
+    pub(crate) unsafe fn begin(&mut self, means: Means, privileges: &mut Privileges) -> TransferStep {
         // SAFETY: guaranteed by the caller.
         if let Some(outcome) = unsafe { copy_mapped(self.operation, &self.file, self.offset, self.segments.as_ref()) } {
-            return Begun::Ended(outcome);
+            return TransferStep::Ended(outcome);
         }
         let route = match route(&self.file, self.operation, means) {
             // SAFETY: guaranteed by the caller.
             Route::Try => match unsafe { self.try_without_waiting(means, privileges) } {
-                Ok(outcome) => return Begun::Ended(outcome),
+                Ok(outcome) => return TransferStep::Ended(outcome),
                 Err(route) => route,
             },
             route => route,
         };
         match route {
-            Route::Nothing => Begun::Ended(Ok(0)),
-            Route::Inline => Begun::Inline,
-            Route::Ring | Route::Try => Begun::Ring,
-            Route::Pool => Begun::Pool,
+            Route::Nothing => TransferStep::Ended(Ok(0)),
+            Route::Inline => TransferStep::Inline,
+            Route::Ring | Route::Try => TransferStep::Ring,
+            Route::Pool => TransferStep::Pool,
             // SAFETY: guaranteed by the caller.
-            Route::Blocking => Begun::Ended(unsafe { self.run_inline(privileges) }),
+            Route::Blocking => TransferStep::Ended(unsafe { self.run_inline(privileges) }),
         }
     }
 

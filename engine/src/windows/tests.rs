@@ -9,14 +9,14 @@ static WRITER: LazyLock<SessionId> = LazyLock::new(SessionId::unique);
 const SHORT: Duration = Duration::from_millis(50);
 
 /// What a window was asked, with what it is to drop.
-type ShortenCall = (FileId, u64, Option<Done>);
+type ShortenCall = (FileId, u64, Option<CompletionSignal>);
 
 /// Keeps what it was asked, and what it is to drop.
 #[derive(Clone, Default)]
 struct FakeWindow(Arc<Mutex<Vec<ShortenCall>>>, Arc<AtomicBool>, bool);
 
 impl Window for FakeWindow {
-    fn shorten(&self, file: FileId, end: u64, done: Done) {
+    fn shorten(&self, file: FileId, end: u64, done: CompletionSignal) {
         self.0.lock().unwrap().push((file, end, self.2.then_some(done)));
     }
 

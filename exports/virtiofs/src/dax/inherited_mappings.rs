@@ -192,7 +192,7 @@ impl Mapper {
                 // If this fails the front end is gone.
                 let _ = self.undo_placement(placed);
             }
-            self.notes.gone(placed.note);
+            self.records.gone(placed.note);
         }
     }
 
@@ -208,7 +208,7 @@ impl Mapper {
             }
         }
         for placed in unsure {
-            self.notes.gone(placed.note);
+            self.records.gone(placed.note);
             self.publish(SessionId::default(), placed);
         }
         moving.iter().for_each(|placed| self.remap_truncated(placed));

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
-use ferry_engine::{Claim, Done, FileId, Member, Windows};
+use ferry_engine::{Claim, CompletionSignal, FileId, Member, Windows};
 use ferry_serve::{Mapping, MappingReply, RatelimitedLog};
 use ferry_vfs::{Backing, Caller, Change, Errno, FileSystem, Ino, Piece, Result, SessionId};
 use ferry_vhost::{Part, Window, WindowError};
@@ -24,7 +24,7 @@ pub(super) enum Task {
     Unmap(SessionId, Vec<(u64, u64)>, MappingReply),
     Forget(SessionId, Ino),
     /// A file is about to be shortened to this length.
-    Shorten(FileId, u64, Done),
+    Shorten(FileId, u64, CompletionSignal),
     Clear(MappingReply),
     /// A queue is about to start: complete the mappings of the previous server, if any.
     Resume,
@@ -44,7 +44,7 @@ impl Task {
 pub(super) struct Open {
     pub(super) file: Arc<Backing>,
     pub(super) for_writing: bool,
-    /// Where it is written down.
+    /// Its record for the next server.
     pub(super) note: Option<MappingRecord>,
 }
 
@@ -60,7 +60,7 @@ pub(super) struct Mapper {
     pub(super) window: Arc<Window>,
     source: Arc<dyn FileSystem>,
     pub(super) name: String,
-    pub(super) notes: MappingRecords,
+    pub(super) records: MappingRecords,
     /// Mappings to complete before the first request.
     unfinished: Option<IncompleteMappings>,
     pub(super) table: Table,
@@ -83,13 +83,13 @@ impl Mapper {
         source: Arc<dyn FileSystem>,
         eof_copies: Arc<EofCopies>,
         (windows, member): (Windows, Arc<Member>),
-        (name, read_only, notes): (String, bool, MappingRecords),
+        (name, read_only, records): (String, bool, MappingRecords),
     ) -> Self {
         Self {
             table: Table::new(window.bytes()),
             files: HashMap::new(),
             claims: HashMap::new(),
-            notes,
+            records,
             unfinished: None,
             needs_writable: false,
             ratelimited_log: RatelimitedLog::default(),
@@ -164,29 +164,29 @@ impl Mapper {
         }
     }
 
-    fn map(&mut self, asked: &Mapping) -> Result<()> {
-        let gone = match self.table.plan(asked)? {
+    fn map(&mut self, mapping: &Mapping) -> Result<()> {
+        let gone = match self.table.plan(mapping)? {
             MapPlan::There(at) => {
-                if asked.write {
+                if mapping.write {
                     self.claims.get_mut(&at).into_iter().for_each(Claim::stores);
-                    self.allocate(asked)?;
+                    self.allocate(mapping)?;
                     if let Some(placed) = self.table.written(at) {
-                        self.notes.progress(placed, Progress::There);
+                        self.records.progress(placed, Progress::There);
                     }
                 }
                 return Ok(());
             }
             MapPlan::Make(gone) => gone,
         };
-        let Mapping { ino, offset: file_offset, len: bytes, window_offset, .. } = *asked;
+        let Mapping { ino, offset: file_offset, len: bytes, window_offset, .. } = *mapping;
         let part = Part { window_offset, file_offset, bytes, writable: false };
-        let caller = Caller { session: asked.by, ..Caller::default() };
+        let caller = Caller { session: mapping.by, ..Caller::default() };
         match mappable(&*self.source)?.map_pieces(&caller, ino, file_offset, bytes) {
-            Err(Errno::NOSYS) => self.map_file(asked, part, &gone),
-            _ if asked.write => Err(Errno::ROFS),
+            Err(Errno::NOSYS) => self.map_file(mapping, part, &gone),
+            _ if mapping.write => Err(Errno::ROFS),
             pieces => {
                 let pieces = pieces?;
-                self.remove_mappings(asked.by, &gone)?;
+                self.remove_mappings(mapping.by, &gone)?;
                 let mapped = self.place_pieces(window_offset, &pieces)?;
                 self.put(ActiveMapping { ino, part, mapped, written: false, note: None });
                 Ok(())
@@ -195,16 +195,16 @@ impl Mapper {
     }
 
     /// Maps a part of a host file.
-    fn map_file(&mut self, asked: &Mapping, part: Part, gone: &[ActiveMapping]) -> Result<()> {
-        let (file, for_writing) = self.open(asked)?;
-        let mut claim = self.claim(asked.by, &file, part)?;
-        if asked.write {
+    fn map_file(&mut self, mapping: &Mapping, part: Part, gone: &[ActiveMapping]) -> Result<()> {
+        let (file, for_writing) = self.open(mapping)?;
+        let mut claim = self.claim(mapping.by, &file, part)?;
+        if mapping.write {
             claim.stores();
-            self.allocate(asked)?;
+            self.allocate(mapping)?;
         }
-        self.remove_mappings(asked.by, gone)?;
-        let (ino, written) = (asked.ino, asked.write);
-        let part = Part { writable: for_writing && asked.may_write, ..part };
+        self.remove_mappings(mapping.by, gone)?;
+        let (ino, written) = (mapping.ino, mapping.write);
+        let part = Part { writable: for_writing && mapping.may_write, ..part };
         let (mapped, note) = self.place_file(ino, part, (&file, for_writing), claim)?;
         self.put(ActiveMapping { ino, part, mapped, written, note });
         // Removing other mappings may have closed the file.
@@ -214,17 +214,17 @@ impl Mapper {
         Ok(())
     }
 
-    /// A mapping is in place.
+    /// Records a completed mapping.
     pub(super) fn put(&mut self, placed: ActiveMapping) {
-        self.notes.progress(&placed, Progress::There);
+        self.records.progress(&placed, Progress::There);
         self.table.insert(placed);
     }
 
     /// Keeps a file open for its mappings.
     fn keep_open(&mut self, ino: Ino, file: Arc<Backing>, for_writing: bool) {
-        let note = self.notes.open(ino, file.as_fd(), for_writing);
+        let note = self.records.open(ino, file.as_fd(), for_writing);
         if let Some(before) = self.files.insert(ino, Open { file, for_writing, note }) {
-            self.notes.gone(before.note);
+            self.records.gone(before.note);
         }
     }
 
@@ -257,13 +257,13 @@ impl Mapper {
             _ => Some(EofCopy::new(Arc::clone(file), part.writable, (part.file_offset + file_bytes, bytes), size)?),
         };
         let copy = eof_copy.as_ref().map(EofCopy::copy);
-        let wishes = [(from_file, Some(file.as_fd())), (from_copy, copy.as_ref().map(AsFd::as_fd))];
-        let wishes: Vec<_> = wishes.into_iter().filter_map(|(part, file)| Some((part, file?))).collect();
-        let wishes = wishes.into_iter().filter(|(part, _)| part.bytes > 0);
-        let parts: Vec<_> = wishes.clone().map(|(part, _)| part).collect();
-        let note = self.notes.placing(ino, part, &parts, copy.as_ref().map(AsFd::as_fd));
-        let mapped = self.place(wishes).map_err(|(part, error)| {
-            self.notes.gone(note);
+        let requests = [(from_file, Some(file.as_fd())), (from_copy, copy.as_ref().map(AsFd::as_fd))];
+        let requests: Vec<_> = requests.into_iter().filter_map(|(part, file)| Some((part, file?))).collect();
+        let requests = requests.into_iter().filter(|(part, _)| part.bytes > 0);
+        let parts: Vec<_> = requests.clone().map(|(part, _)| part).collect();
+        let note = self.records.placing(ino, part, &parts, copy.as_ref().map(AsFd::as_fd));
+        let mapped = self.place(requests).map_err(|(part, error)| {
+            self.records.gone(note);
             self.failed("mapped", part, &error)
         })?;
         if file_bytes > 0 {
@@ -278,8 +278,8 @@ impl Mapper {
     /// Asks the front end to map pieces of a file, or copies of them if necessary.
     fn place_pieces(&mut self, window_offset: u64, pieces: &[Piece]) -> Result<Arc<[Part]>> {
         let place = |in_place: bool| {
-            let wishes = pieces::map_requests(window_offset, pieces, in_place)?;
-            Ok::<_, Errno>(self.place(wishes.iter().map(|wish| (wish.part, wish.file()))))
+            let requests = pieces::map_requests(window_offset, pieces, in_place)?;
+            Ok::<_, Errno>(self.place(requests.iter().map(|request| (request.part, request.file()))))
         };
         let in_place = self.window.maps_read_only() && !self.needs_writable;
         let mut mapped = place(in_place)?;
@@ -300,10 +300,10 @@ impl Mapper {
     /// Asks the front end to map parts of files: all or none.
     fn place<'a>(
         &self,
-        wishes: impl Iterator<Item = (Part, BorrowedFd<'a>)>,
+        requests: impl Iterator<Item = (Part, BorrowedFd<'a>)>,
     ) -> std::result::Result<Arc<[Part]>, (Part, WindowError)> {
         let mut mapped = Vec::new();
-        for (part, file) in wishes {
+        for (part, file) in requests {
             if let Err(error) = self.window.map(file, part) {
                 // If this fails, too, the front end is gone.
                 mapped.into_iter().for_each(|part| _ = self.window.unmap(part));
@@ -332,19 +332,19 @@ impl Mapper {
     }
 
     /// Returns the file of a mapping with at least the required access; and whether it is writable.
-    fn open(&mut self, asked: &Mapping) -> Result<(Arc<Backing>, bool)> {
-        if let Some(open) = self.files.get(&asked.ino).filter(|open| open.for_writing || !asked.write) {
+    fn open(&mut self, mapping: &Mapping) -> Result<(Arc<Backing>, bool)> {
+        if let Some(open) = self.files.get(&mapping.ino).filter(|open| open.for_writing || !mapping.write) {
             return Ok((Arc::clone(&open.file), open.for_writing));
         }
-        let caller = Caller { session: asked.by, ..Caller::default() };
-        let (file, for_writing) = match asked.may_write {
-            true => match mappable(&*self.source)?.map(&caller, asked.ino, true) {
-                Err(_) if !asked.write => (mappable(&*self.source)?.map(&caller, asked.ino, false)?, false),
+        let caller = Caller { session: mapping.by, ..Caller::default() };
+        let (file, for_writing) = match mapping.may_write {
+            true => match mappable(&*self.source)?.map(&caller, mapping.ino, true) {
+                Err(_) if !mapping.write => (mappable(&*self.source)?.map(&caller, mapping.ino, false)?, false),
                 opened => (opened?, true),
             },
-            false => self.open_for_reading(&caller, asked.ino)?,
+            false => self.open_for_reading(&caller, mapping.ino)?,
         };
-        self.keep_open(asked.ino, Arc::clone(&file), for_writing);
+        self.keep_open(mapping.ino, Arc::clone(&file), for_writing);
         Ok((file, for_writing))
     }
 
@@ -360,14 +360,14 @@ impl Mapper {
     }
 
     /// Allocates the file's holes where the guest will write: "no space" at a store would end the virtual machine.
-    fn allocate(&self, asked: &Mapping) -> Result<()> {
-        let Some(open) = self.files.get(&asked.ino) else { return Ok(()) };
+    fn allocate(&self, mapping: &Mapping) -> Result<()> {
+        let Some(open) = self.files.get(&mapping.ino) else { return Ok(()) };
         let size = u64::try_from(fstat(open.file.as_fd())?.st_size).unwrap_or(0);
-        let bytes = asked.len.min(size.saturating_sub(asked.offset));
+        let bytes = mapping.len.min(size.saturating_sub(mapping.offset));
         if bytes == 0 {
             return Ok(());
         }
-        Windows::allocate(open.file.as_fd(), asked.offset..asked.offset + bytes)
+        Windows::allocate(open.file.as_fd(), mapping.offset..mapping.offset + bytes)
     }
 
     fn unmap(&mut self, by: SessionId, ranges: &[(u64, u64)]) -> Result<()> {
@@ -382,7 +382,7 @@ impl Mapper {
     fn remove_mappings(&mut self, by: SessionId, gone: &[ActiveMapping]) -> Result<()> {
         let mut outcome = Ok(());
         for placed in gone {
-            self.notes.progress(placed, Progress::Unsure);
+            self.records.progress(placed, Progress::Unsure);
             let displaced = self.undo_placement(placed);
             match displaced {
                 Ok(()) => {
@@ -390,7 +390,7 @@ impl Mapper {
                     self.table.remove(placed);
                     self.claims.remove(&placed.part.window_offset);
                     self.close_unused(placed.ino);
-                    self.notes.gone(placed.note);
+                    self.records.gone(placed.note);
                     let _ = catch_panics(|| {
                         self.publish(by, placed);
                         Ok(())
@@ -408,7 +408,7 @@ impl Mapper {
         outcome
     }
 
-    /// Ends the copy of a mapping in which the guest does not store any more.
+    /// Ends the copy of a mapping that the guest no longer writes.
     fn remove_eof_copy(&self, placed: &ActiveMapping) -> Result<()> {
         let removed = self.eof_copies.remove(placed.ino, placed.part.window_offset);
         removed.inspect_err(|error| self.eof_copy_lost(placed.ino, *error))
@@ -426,7 +426,7 @@ impl Mapper {
         if self.table.of(ino).is_empty()
             && let Some(open) = self.files.remove(&ino)
         {
-            self.notes.gone(open.note);
+            self.records.gone(open.note);
         }
     }
 

@@ -11,7 +11,7 @@
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 
-use ferry_engine::{Done, FileId, Window};
+use ferry_engine::{CompletionSignal, FileId, Window};
 use ferry_vfs::sync::lock;
 use rustix::fs::fstat;
 
@@ -47,7 +47,7 @@ impl MapperHandle {
 }
 
 impl Window for MapperHandle {
-    fn shorten(&self, file: FileId, end: u64, done: Done) {
+    fn shorten(&self, file: FileId, end: u64, done: CompletionSignal) {
         // The thread lives as long as the front end, whose end also ends all mappings.
         drop(self.send(Task::Shorten(file, end, done)));
     }
@@ -90,7 +90,7 @@ impl Mapper {
     /// Remaps a mapping up to the file's end, and a copy of the rest.
     pub(super) fn remap_truncated(&mut self, placed: &ActiveMapping) {
         let at = placed.part.window_offset;
-        self.notes.progress(placed, Progress::Moving);
+        self.records.progress(placed, Progress::Moving);
         if let Err(error) = self.undo_placement(placed) {
             self.failed("taken away", placed.part, &error);
             return;
@@ -114,6 +114,6 @@ impl Mapper {
                 self.close_unused(placed.ino);
             }
         }
-        self.notes.gone(placed.note);
+        self.records.gone(placed.note);
     }
 }
