@@ -25,7 +25,7 @@ pub struct RunningExports {
     /// The state for the next server, with the names of the shares.
     kept: Vec<(String, Arc<SessionStore>)>,
     /// The ends of devices that serve a single virtual machine.
-    ends: Vec<ferry_virtiofs::Ended>,
+    ends: Vec<ferry_virtiofs::EndSignal>,
     /// A socket accepts further virtual machines or 9P clients.
     is_open: bool,
     ninep: Vec<(ferry_ninep::Export, Option<ListenSocket>)>,
@@ -100,7 +100,7 @@ impl RunningExports {
         let (mounts, ends) = (self.mounts.clone(), self.ends.clone());
         let wait = move || {
             mounts.iter().for_each(|mount| mount.wait());
-            ends.iter().for_each(ferry_virtiofs::Ended::wait);
+            ends.iter().for_each(ferry_virtiofs::EndSignal::wait);
             drop(mounts);
             over.shutdown();
         };

@@ -494,8 +494,8 @@ fn filter(action: Action) -> ferry_isolation::Result<()> {
 }
 
 /// Returns the functions that threads of devices call first: each narrows the filter.
-pub fn thread_hooks() -> ferry_virtiofs::Begun {
-    ferry_virtiofs::Begun {
+pub fn thread_hooks() -> ferry_virtiofs::ThreadHooks {
+    ferry_virtiofs::ThreadHooks {
         worker: Some(|| narrow(|filters| &filters.worker)),
         mapper: Some(|| narrow(|filters| &filters.mapper)),
     }

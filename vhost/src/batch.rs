@@ -1,38 +1,39 @@
-//! Waits for more requests to form a larger batch, as long as that delays nobody.
+//! Waits for more requests to form a larger batch while the driver is busy with completions.
 //!
-//! A driver processes completions one by one, and makes another request with each. A fast worker would take each request as it
-//! arrives, with a system call for each. But as long as the driver has completions to process, it does not wait for the worker.
-//! So the worker waits until as many requests have arrived as completions are left: then both sides work in batches of half the
-//! requests in flight, and neither sleeps. If the device has enough to do, the worker waits until no completion is left.
+//! A driver processes completions one by one, and sends another request with each. A fast worker would take each
+//! request as it arrives, with a system call per request. But a driver that still has completions to process is not
+//! waiting for the worker. So the worker waits until as many requests have arrived as completions are left: then both
+//! sides work in batches of half the requests in flight, and neither sleeps. If the device is busy, the worker waits
+//! until no completion is left.
 
 use std::hint::spin_loop;
 use std::time::{Duration, Instant};
 
 use ferry_engine::PollLimit;
 
-/// How often to look before looking at the clock, which costs about as much as twenty looks.
+/// Checks per reading of the clock, which costs about as much as twenty checks.
 const LOOKS_PER_CLOCK: u32 = 16;
 
-/// A driver that looks at no answer for so long is asleep, does not say how far it is, or has no CPU. It is a few times
-/// what one request costs a slow driver (QEMU's: 2 to 3 us).
+/// A driver that processes no completion for this long is asleep, does not report its progress, or has no CPU. A slow
+/// driver (QEMU's) takes 2 to 3 us per request.
 const STALL: Duration = Duration::from_micros(8);
 
-/// The longest that requests wait for others, however long polling may take: what a disk in memory needs for a deep queue.
+/// The longest wait for more requests, whatever the poll limit: what a disk in memory needs for a deep queue.
 pub(crate) const BOUND_MAX: Duration = Duration::from_micros(200);
 
-/// With so many requests a device has enough to do for as long as we wait here.
+/// With this many requests a device is busy for longer than a wait here.
 pub(crate) const DEVICE_BUSY_FROM: usize = 8;
 
-/// How long a busy device is given, after something ended, for what ends with it: little beside what it takes for each.
+/// How long to wait, after a transfer of a busy device has ended, for others that end with it.
 const RIPE: Duration = Duration::from_micros(10);
 
-/// With fewer answers left the driver is soon done, and a request or two more are hardly cheaper together.
-pub(crate) const ANSWERS_MIN: u16 = 8;
+/// With fewer completions left the driver is done soon, and one or two more requests hardly make a batch cheaper.
+pub(crate) const COMPLETIONS_MIN: u16 = 8;
 
-/// The longest row of batches that are taken without waiting after one that was waited for in vain.
+/// The most batches in a row that are taken without waiting after a useless wait.
 const SKIPS_MAX: u32 = 1023;
 
-/// Waits, and learns where that is in vain.
+/// Waits for batches, and backs off if that is useless.
 #[derive(Debug)]
 pub(crate) struct Batcher {
     poll: PollLimit,
@@ -42,7 +43,7 @@ pub(crate) struct Batcher {
 }
 
 impl Batcher {
-    /// Never waits longer than a worker polls, and than `max`.
+    /// Creates a batcher that never waits longer than the poll limit and `max`.
     pub(crate) fn new(poll: PollLimit, max: Duration) -> Self {
         Self { poll, max, skips: 0, skips_next: 1 }
     }
@@ -51,7 +52,7 @@ impl Batcher {
         self.poll.get().min(self.max)
     }
 
-    /// Waits for as long as `look` says that the driver is behind, and that it moves.
+    /// Waits while `look` returns the driver's position, as long as that moves. `None`: there is enough work.
     #[inline]
     pub(crate) fn wait(&mut self, look: impl FnMut() -> Option<u32>) {
         match self.skips.checked_sub(1) {
@@ -60,7 +61,7 @@ impl Batcher {
         }
     }
 
-    /// Waits a moment for what ends together, unless `is_disturbed`.
+    /// Waits a moment for transfers that end together, unless `is_disturbed`.
     pub(crate) fn wait_for_peers(&self, mut is_disturbed: impl FnMut() -> bool) {
         let (start, bound) = (Instant::now(), self.bound());
         while start.elapsed() < RIPE.min(bound) {
@@ -119,14 +120,14 @@ mod tests {
     }
 
     #[test]
-    fn gives_up_on_a_driver_that_stands_still_and_tries_again_ever_more_rarely() {
-        let mut gather = Batcher::new(BOUND.into(), BOUND);
+    fn backs_off_from_a_driver_that_does_not_move() {
+        let mut batcher = Batcher::new(BOUND.into(), BOUND);
         let mut rows = Vec::new();
         let mut skipped = 0;
         while rows.len() < 12 {
             let mut looked = false;
             let start = Instant::now();
-            gather.wait(|| {
+            batcher.wait(|| {
                 looked = true;
                 Some(7)
             });
@@ -142,15 +143,15 @@ mod tests {
 
     #[test]
     fn never_waits_longer_than_the_bound() {
-        let mut gather = Batcher::new(Duration::from_millis(20).into(), BOUND);
+        let mut batcher = Batcher::new(Duration::from_millis(20).into(), BOUND);
         let (start, mut looks) = (Instant::now(), 0);
-        gather.wait(|| {
+        batcher.wait(|| {
             looks += 1;
             Some(looks)
         });
         assert!(start.elapsed() >= Duration::from_millis(20));
         let mut resubmitted = false;
-        gather.wait(|| {
+        batcher.wait(|| {
             resubmitted = true;
             None
         });

@@ -5,50 +5,50 @@ use vm_memory::VolatileSlice;
 
 use crate::may_fault;
 
-/// The buffers of one request: first what the device may read, then what it may write. The guest may change the
-/// bytes at any time, so they are only ever copied in or out, or handed to the kernel.
+/// The buffers of one request: first the readable ones, then the writable ones. The guest may change the bytes at any
+/// time, so they are only copied or passed to the kernel.
 #[derive(Debug, Default)]
 pub struct Chain {
-    /// What the driver knows it by: the first descriptor's number, in a packed ring the buffer's identifier.
+    /// Its identifier: the number of the first descriptor, in a packed ring the buffer's identifier.
     pub(crate) id: u16,
-    /// How many descriptors of a packed ring it takes.
+    /// The number of its descriptors in a packed ring.
     pub(crate) descriptors: u16,
-    /// Where a packed ring's log has it.
+    /// Its entry in a packed ring's log.
     pub(crate) entry: u16,
     pub(crate) readable: Vec<Segment>,
     pub(crate) writable: Vec<Segment>,
-    /// Some of it may not be there when it is touched, or not be writable: only the kernel copies, who takes no harm.
+    /// Some of it may vanish or be read-only. It is copied by the kernel, so a fault is an error, not SIGBUS.
     pub(crate) may_fault: bool,
-    /// It was in flight when a server before this one ended.
+    /// It was in flight when a previous server ended.
     pub(crate) resubmitted: bool,
 }
 
-// SAFETY: the segments are addresses. They are used while the memory that they lie in is kept mapped, by whatever thread.
+// SAFETY: the segments are addresses. Any thread that uses them keeps the memory that they lie in mapped.
 unsafe impl Send for Chain {}
 
 impl Chain {
-    /// What a ring knows it by, without its buffers: stands for it while another thread has it.
+    /// Returns its identifiers without buffers, a stand-in while another thread has the chain.
     pub(crate) fn stub(&self) -> Self {
         let Self { id, descriptors, entry, .. } = *self;
         Self { id, descriptors, entry, ..Self::default() }
     }
 
-    /// Whether a server before this one has taken the request already, and may have carried it out.
+    /// Whether a previous server took this request already, and may have executed it.
     pub fn is_resubmitted(&self) -> bool {
         self.resubmitted
     }
 
-    /// How many bytes the driver sent.
+    /// Returns the number of readable bytes.
     pub fn readable_bytes(&self) -> usize {
         total(&self.readable)
     }
 
-    /// How many bytes the driver has room for.
+    /// Returns the number of writable bytes.
     pub fn writable_bytes(&self) -> usize {
         total(&self.writable)
     }
 
-    /// Copies bytes that the driver sent, from `offset` on. Returns how many there were.
+    /// Copies readable bytes from `offset` on; returns how many.
     pub fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
         if self.may_fault {
             return may_fault::read(pieces(&self.readable, offset, bytes.len()), bytes);
@@ -62,7 +62,7 @@ impl Chain {
         done
     }
 
-    /// Copies bytes to the driver's buffers, from `offset` on. Returns how many there was room for.
+    /// Copies bytes to the writable buffers from `offset` on; returns how many.
     pub fn write_at(&self, offset: usize, bytes: &[u8]) -> usize {
         if self.may_fault {
             return may_fault::write(pieces(&self.writable, offset, bytes.len()), bytes);
@@ -77,12 +77,12 @@ impl Chain {
         done
     }
 
-    /// The pieces of up to `bytes` bytes that the driver sent, from `offset` on.
+    /// Returns the pieces of up to `bytes` readable bytes from `offset` on.
     pub fn readable(&self, offset: usize, bytes: usize) -> impl Iterator<Item = Segment> {
         pieces(&self.readable, offset, bytes)
     }
 
-    /// The pieces of up to `bytes` bytes of room, from `offset` on.
+    /// Returns the pieces of up to `bytes` writable bytes from `offset` on.
     pub fn writable(&self, offset: usize, bytes: usize) -> impl Iterator<Item = Segment> {
         pieces(&self.writable, offset, bytes)
     }

@@ -1,7 +1,7 @@
-//! The socket on which we tell the front end what it did not ask for (vhost-user, "Back-end communication").
+//! The socket for requests of the back end to the front end (vhost-user, "Back-end communication").
 //!
-//! The `vhost` crate takes the socket, waits for answers without end, and has no message for a change of the configuration space. So the one request
-//! that carries it is taken from under its nose: the header is looked at without being read.
+//! The `vhost` crate would keep the socket, wait for replies without a limit, and lacks CONFIG_CHANGE_MSG. So the one
+//! request that carries the socket is intercepted: its header is peeked at.
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -20,75 +20,76 @@ use rustix::net::{
 };
 use vhost::vhost_user::{Error, Result};
 
-/// How long a message waits for its descriptors.
+/// How long a message waits until its descriptors can be received.
 pub(crate) const DESCRIPTORS_WAIT_MAX: Duration = Duration::from_secs(30);
-/// The most descriptors of a message and its reply: the limit of vhost-user, and one.
+/// The most descriptors of a message and its reply: the limit of vhost-user, plus one.
 pub(crate) const FILES_MAX: usize = 33;
-/// A header: request, flags, and the length of what follows, each of four bytes.
+/// A header: request, flags, and the length of the body, four bytes each.
 pub(crate) const HEADER_BYTES: usize = 12;
 const SET_BACKEND_REQ_FD: u32 = 21;
 const CONFIG_CHANGE_MSG: u32 = 2;
-/// Flags: the version, and the bits of a reply and of the wish for one.
+/// Header flags: the version, and the bits of a reply and of a request for one.
 const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 4;
 const NEED_REPLY: u32 = 8;
-/// How often a wait for an answer looks whether the connection is over. Shutting the socket down would end the wait at once, and with
-/// `--state` it would end the front end's device, too: the socket is the next server's.
+/// How often a wait for a reply checks whether the connection has ended. A shutdown of the socket would end the wait
+/// at once, but with `--state` also the front end's device: the next server needs the socket.
 const TICK: Duration = Duration::from_millis(50);
-/// Answers that are passed over: each server that was killed has left one or two.
+/// The most stale replies that are skipped: each killed server has left one or two.
 const STALE_MAX: u32 = 64;
-/// The request has no payload; some front ends send a number.
+/// The request has no payload, but some front ends send a number.
 const PAYLOAD_BYTES_MAX: usize = 8;
 
 #[derive(Debug, Default)]
 struct State {
     connected: bool,
     socket: Option<OwnedFd>,
-    /// There is something to tell, and nobody yet to be told.
-    owes: bool,
+    /// A configuration change is to be reported once there is a socket.
+    is_change_pending: bool,
 }
 
-/// The way to the front end, while there is one.
+/// The back-end channel of the current connection.
 #[derive(Debug, Default)]
 pub(crate) struct Channel(Mutex<State>);
 
 impl Channel {
-    /// A front end is there. `owes`: the configuration space may have changed since it has read that, from a server before this one.
-    pub(crate) fn begin(&self, owes: bool) {
-        *lock(&self.0) = State { connected: true, owes, ..State::default() };
+    /// Begins with a front end. `is_change_pending`: the configuration space may have changed since the front end
+    /// read it from a previous server.
+    pub(crate) fn begin(&self, is_change_pending: bool) {
+        *lock(&self.0) = State { connected: true, is_change_pending, ..State::default() };
     }
 
-    /// The front end is gone.
+    /// Ends with the front end.
     pub(crate) fn end(&self) {
         *lock(&self.0) = State::default();
     }
 
-    /// The front end can be reached here.
+    /// Sets the socket.
     pub(crate) fn set(&self, socket: OwnedFd) {
         let mut state = lock(&self.0);
         state.socket = Some(socket);
-        if state.owes {
-            state.tell();
+        if state.is_change_pending {
+            state.notify_config_change();
         }
     }
 
-    /// Tells the front end, as soon as it can be reached, to read the configuration space again.
+    /// Tells the front end, as soon as there is a socket, to read the configuration space again.
     pub(crate) fn config_changed(&self) {
         let mut state = lock(&self.0);
         if state.connected {
-            state.tell();
+            state.notify_config_change();
         }
     }
 }
 
 impl State {
-    fn tell(&mut self) {
-        self.owes = self.socket.is_none();
+    fn notify_config_change(&mut self) {
+        self.is_change_pending = self.socket.is_none();
         if let Some(socket) = &self.socket {
             let message = header(CONFIG_CHANGE_MSG, VERSION, 0);
             if let Err(error) = send(socket, &message, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-                tracing::error!("the front end cannot be told that the configuration changed: {error}");
+                tracing::error!("cannot notify the front end of a configuration change: {error}");
             }
         }
     }
@@ -102,41 +103,41 @@ fn header(request: u32, flags: u32, bytes: u32) -> [u8; HEADER_BYTES] {
     message
 }
 
-/// A number in a header.
+/// Returns a number of a header.
 pub(crate) fn number(message: &[u8; HEADER_BYTES], at: usize) -> u32 {
     let mut bytes = [0; 4];
     bytes.copy_from_slice(&message[at..at + 4]);
     u32::from_ne_bytes(bytes)
 }
 
-/// Why the line to the front end is of no use any more.
+/// Why the back-end channel is unusable.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConnectionBroken {
-    #[error("the front end cannot be asked: {0}")]
+    #[error("cannot send a request to the front end: {0}")]
     Send(Errno),
-    #[error("the front end does not answer: {0}")]
+    #[error("cannot receive the reply of the front end: {0}")]
     Receive(Errno),
     #[error("the front end hung up")]
     HungUp,
-    #[error("the front end answers something else")]
+    #[error("unexpected reply from the front end")]
     Nonsense,
-    #[error("the front end does not answer within {0:?}")]
+    #[error("no reply from the front end within {0:?}")]
     Silence(Duration),
-    #[error("the connection is over")]
+    #[error("the connection has ended")]
     Over,
 }
 
-/// When an answer is not waited for any longer.
+/// When a wait for a reply ends.
 pub(crate) struct WaitLimit<'a> {
-    /// The front end is silent for this long.
+    /// The longest wait.
     pub(crate) within: Duration,
-    /// The connection is over. It is asked every [`TICK`].
+    /// Whether the connection has ended; called every [`TICK`].
     pub(crate) is_over: &'a dyn Fn() -> bool,
 }
 
-/// Asks the front end something, and waits for its answer: 0 is yes. The socket must not block. `may_be_stale`: answers to another kind of
-/// request may come first, to servers before this one, which nobody waits for any more.
-pub(crate) fn ask(
+/// Sends a request to the front end and waits for the reply: 0 is success. The socket must be non-blocking.
+/// `may_be_stale`: replies to the other kind of request, of previous servers, may come first and are skipped.
+pub(crate) fn request_reply(
     line: &UnixStream,
     (request, body): (u32, &[u8]),
     file: Option<BorrowedFd<'_>>,
@@ -151,14 +152,14 @@ pub(crate) fn ask(
     if let Some(file) = &file {
         control.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(file)));
     }
-    // There was no other question that was not answered: if this one finds no room, nobody reads there.
+    // All earlier requests were answered, so a full socket means that the front end does not read.
     let sent =
         sendmsg(line, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL).map_err(ConnectionBroken::Send)?;
     if sent < message.len() {
         return Err(ConnectionBroken::Send(Errno::AGAIN));
     }
     for _ in 0..=if may_be_stale { STALE_MAX } else { 0 } {
-        let (head, outcome) = receive_answer(line, end, wait_limit)?;
+        let (head, outcome) = receive_reply(line, end, wait_limit)?;
         if head == (request, VERSION | REPLY, 8) {
             return Ok(outcome);
         }
@@ -166,15 +167,15 @@ pub(crate) fn ask(
     Err(ConnectionBroken::Nonsense)
 }
 
-/// An answer: the three numbers of its header, but for flags that say nothing in one; and what it is.
-fn receive_answer(
+/// Receives a reply: the three numbers of its header, without flags that do not matter, and its value.
+fn receive_reply(
     line: &UnixStream,
     end: Instant,
     wait_limit: &WaitLimit<'_>,
 ) -> std::result::Result<((u32, u32, u32), u64), ConnectionBroken> {
-    let mut answer = [0; HEADER_BYTES + 8];
+    let mut reply = [0; HEADER_BYTES + 8];
     let mut have = 0;
-    while have < answer.len() {
+    while have < reply.len() {
         let left = end.saturating_duration_since(Instant::now());
         let tick = Timespec::try_from(left.min(TICK)).map_err(|_| ConnectionBroken::Silence(wait_limit.within))?;
         match poll(&mut [PollFd::new(line, PollFlags::IN)], Some(&tick)) {
@@ -185,21 +186,22 @@ fn receive_answer(
             Err(Errno::INTR) => continue,
             Err(error) => return Err(ConnectionBroken::Receive(error)),
         }
-        match recv(line, &mut answer[have..], RecvFlags::empty()) {
+        match recv(line, &mut reply[have..], RecvFlags::empty()) {
             Ok((_, 0)) => return Err(ConnectionBroken::HungUp),
             Ok((_, bytes)) => have += bytes,
             Err(Errno::INTR | Errno::AGAIN) => {}
             Err(error) => return Err(ConnectionBroken::Receive(error)),
         }
     }
-    let (head, outcome) = answer.split_at(HEADER_BYTES);
+    let (head, outcome) = reply.split_at(HEADER_BYTES);
     let head: &[u8; HEADER_BYTES] = head.try_into().expect("it was split there");
     let head = (number(head, 0), number(head, 4) & (VERSION_MASK | REPLY), number(head, 8));
     Ok((head, u64::from_ne_bytes(outcome.try_into().expect("it was split there"))))
 }
 
-/// Waits for the next request, until its descriptors can be received. With none left, the kernel would drop them, and the rest of the
-/// message be taken for another one. Returns whether it may be read; not if `is_over` says that nobody wants that any more.
+/// Waits for the next request until its descriptors can be received. Without free descriptors, the kernel would drop
+/// them, and the rest of the message would be taken for another one. Returns whether to read the message; `false` if
+/// `is_over`.
 pub(crate) fn wait_for_descriptors(stream: &UnixStream, is_over: impl Fn() -> bool) -> bool {
     let mut begun = None;
     loop {
@@ -207,7 +209,7 @@ pub(crate) fn wait_for_descriptors(stream: &UnixStream, is_over: impl Fn() -> bo
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::PEEK | RecvFlags::CMSG_CLOEXEC;
-        // Whatever fails, the next to read meets it again.
+        // The next read returns the error.
         let Ok(seen) = recvmsg(stream, &mut [IoSliceMut::new(&mut message)], &mut control, flags) else { return true };
         let received = control.drain().map(|message| match message {
             RecvAncillaryMessage::ScmRights(files) => files.count(),
@@ -226,14 +228,14 @@ pub(crate) fn wait_for_descriptors(stream: &UnixStream, is_over: impl Fn() -> bo
     }
 }
 
-/// Whether the peer of a socket has hung up.
+/// Returns whether the peer of a socket has hung up.
 pub(crate) fn has_left(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
-/// Tells that a message waits for descriptors; returns the time.
+/// Logs that a message waits for descriptors; returns the time.
 pub(crate) fn warn_of_descriptors() -> Instant {
     tracing::warn!(
         "cannot receive the descriptors of a vhost-user message (out of file descriptors?); the message waits"
@@ -241,7 +243,7 @@ pub(crate) fn warn_of_descriptors() -> Instant {
     Instant::now()
 }
 
-/// Waits for the next request, and takes it if it brings the socket and is `wanted`.
+/// Waits for the next request, and takes it if it carries the socket and is `wanted`.
 pub(crate) fn take(stream: &UnixStream, wanted: bool, acknowledges: impl Fn() -> bool) -> Result<Option<OwnedFd>> {
     if !wanted {
         return Ok(None);
@@ -249,7 +251,7 @@ pub(crate) fn take(stream: &UnixStream, wanted: bool, acknowledges: impl Fn() ->
     let mut message = [0; HEADER_BYTES];
     let seen = match recv(stream, &mut message, RecvFlags::PEEK | RecvFlags::WAITALL) {
         Ok((seen, _)) => seen,
-        // Whatever it is, the next to read meets it again.
+        // The next read returns the error.
         Err(_) => return Ok(None),
     };
     if seen < HEADER_BYTES || number(&message, 0) != SET_BACKEND_REQ_FD {

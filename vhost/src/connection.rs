@@ -1,4 +1,4 @@
-//! One front end: what it sets up, and the workers that serve it.
+//! The connection of one front end: its rings and memory, and the workers that serve them.
 
 mod requests;
 
@@ -17,14 +17,14 @@ use crate::memory::{Memory, MemoryError};
 use crate::migration::Transfer;
 use crate::ring::{Begin, RingAddresses, RingError, RingSetup};
 use crate::window::{AddedRegion, Window};
-use crate::worker::{Command, Control, Port, QueueHandler, Start, Stopped};
+use crate::worker::{Command, Control, Port, QueueHandler, Start, StoppedQueue};
 use crate::worker_threads::{self, WorkerShared};
 use ferry_engine::RatelimitedLog;
 
 /// Transport feature bits (VIRTIO 1.3, section 6; vhost-user, "Communication").
 const F_INDIRECT_DESC: u64 = 1 << 28;
 const F_EVENT_IDX: u64 = 1 << 29;
-/// The front end may want to know which pages are written to.
+/// Logging of the pages that the device writes (`VHOST_F_LOG_ALL`).
 const F_LOG_ALL: u64 = 1 << 26;
 const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 const F_VERSION_1: u64 = 1 << 32;
@@ -32,17 +32,18 @@ const F_RING_PACKED: u64 = 1 << 34;
 
 type Message<D> = <<D as Device>::Handler as QueueHandler>::Message;
 
-/// One ring, as far as the front end has described it.
+/// One ring, as described by the front end so far.
 #[derive(Default)]
 struct Queue {
     size: u32,
     addresses: RingAddresses,
     base: u32,
-    /// It stopped there, and nobody has said otherwise since.
+    /// It stopped at `base`, and SET_VRING_BASE has not been sent since.
     resumes: bool,
-    /// Requests that were waiting when it was stopped.
+    /// Heads of the requests that were parked when it was stopped.
     out: Vec<u16>,
-    /// Those that were waiting when the state was saved, here or on the host that the guest comes from, until it starts.
+    /// Heads of the requests that were parked when the state was saved, here or on the source host, until the ring
+    /// starts.
     resubmitted: Vec<u16>,
     kick: Option<Arc<OwnedFd>>,
     call: Option<Arc<OwnedFd>>,
@@ -51,7 +52,7 @@ struct Queue {
     running: bool,
     /// It stopped because its ring's memory was unmapped, and resumes when that is mapped again.
     adrift: bool,
-    /// It ran here, so its worker is there.
+    /// It has run here, so its worker exists.
     was_started: bool,
 }
 
@@ -61,33 +62,33 @@ pub(crate) struct Connection<D: Device> {
     memory: Memory,
     features: u64,
     protocol: VhostUserProtocolFeatures,
-    /// What is in flight, in memory that the front end keeps.
+    /// The in-flight log.
     inflight: Option<Arc<Area>>,
     queues: Vec<Queue>,
-    /// The workers' ports, each absent until one of its queues starts.
+    /// The workers' ports, each `None` until one of its queues starts.
     workers: Vec<Option<Arc<Port<Message<D>>>>>,
     common: WorkerShared,
-    /// Finds handlers that are blocked, where other threads can go on.
+    /// Detects blocked handlers, if other threads can take their queues over.
     monitor: Option<Monitor>,
     ratelimited_log: Arc<RatelimitedLog>,
     /// The shared memory region, if the device has one.
     window: Option<Arc<Window>>,
-    /// Where to note which pages are written to, as long as [`F_LOG_ALL`] is wanted.
+    /// The log of written pages, used while [`F_LOG_ALL`] is negotiated.
     dirty: Option<Arc<DirtyLog>>,
-    /// The device's state on its way to another host, or from there.
+    /// A transfer of the device's state to or from another host.
     transfer: Option<Transfer>,
-    /// Where it is in being taken over from the server before.
-    taking_over: Inherited,
+    /// Whether recorded messages of the previous server are being replayed.
+    taking_over: TakeoverStage,
 }
 
-/// Where a connection is in being taken over from the server before.
+/// The stage of taking over a connection from the previous server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Inherited {
-    /// It is a new one.
-    No,
-    /// Recorded messages are being replayed. `later`: memory from now on belongs to a guest that has run.
-    Now { later: bool },
-    /// That is over.
+pub(crate) enum TakeoverStage {
+    /// The connection is new.
+    New,
+    /// Recorded messages are being replayed. `later`: the memory region was added to a running guest.
+    Replaying { later: bool },
+    /// The messages have been replayed.
     Done,
 }
 
@@ -125,24 +126,24 @@ impl<D: Device> Connection<D> {
             window,
             dirty: None,
             transfer: None,
-            taking_over: Inherited::No,
+            taking_over: TakeoverStage::New,
         }
     }
 
-    /// Says whether what comes was said to the server before.
-    pub(crate) fn taking_over(&mut self, taking_over: Inherited) {
+    /// Sets the stage of the takeover.
+    pub(crate) fn taking_over(&mut self, taking_over: TakeoverStage) {
         self.taking_over = taking_over;
     }
 
-    /// Says that a message is refused.
+    /// Logs a refused message.
     pub(crate) fn refuses(&self, error: &Error) {
         self.ratelimited_log.warn(format_args!("a message of the front end is refused: {error}"));
     }
 
-    /// Where queues that do not run are to begin.
-    pub(crate) fn resting(&self) -> Vec<(u8, u32)> {
-        let resting = (0..=u8::MAX).zip(&self.queues).filter(|(_, queue)| !queue.running);
-        resting.map(|(index, queue)| (index, queue.base)).collect()
+    /// Returns the queues that do not run, and where they begin.
+    pub(crate) fn stopped_queues(&self) -> Vec<(u8, u32)> {
+        let stopped_queues = (0..=u8::MAX).zip(&self.queues).filter(|(_, queue)| !queue.running);
+        stopped_queues.map(|(index, queue)| (index, queue.base)).collect()
     }
 
     /// Whether any queue runs.
@@ -160,7 +161,7 @@ impl<D: Device> Connection<D> {
         self.features & F_RING_PACKED != 0
     }
 
-    /// What the crate adds on its own is not in it: `REPLY_ACK`.
+    /// Without `REPLY_ACK`, which the crate adds itself.
     fn protocol_offered(&self) -> VhostUserProtocolFeatures {
         let mut features = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
@@ -176,25 +177,25 @@ impl<D: Device> Connection<D> {
         features
     }
 
-    /// Whether the front end is told when a message was done, if it asks for that.
+    /// Whether the front end gets an acknowledgement of messages that ask for one.
     pub(crate) fn acknowledges(&self) -> bool {
         self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
     }
 
-    /// The front end can be asked for mappings, and told of changes, here.
+    /// Sets the back-end channel of the window.
     pub(crate) fn attach(&self, socket: &OwnedFd) {
         let Some(window) = &self.window else { return };
-        if matches!(self.taking_over, Inherited::Now { .. }) {
+        if matches!(self.taking_over, TakeoverStage::Replaying { .. }) {
             window.take_over();
         }
         match socket.try_clone() {
             Ok(socket) => window.attach(socket),
-            Err(error) => tracing::error!("the window cannot be served: {error}"),
+            Err(error) => tracing::error!("cannot use the back-end channel for the window: {error}"),
         }
     }
 
-    /// Tells the window of the regions that there are.
-    fn tell(&self, added: Option<AddedRegion>) {
+    /// Updates the window's number of memory regions.
+    fn update_window_regions(&self, added: Option<AddedRegion>) {
         if let Some(window) = &self.window {
             window.memory_changed(self.memory.regions(), added);
         }
@@ -208,24 +209,24 @@ impl<D: Device> Connection<D> {
         self.queues.get_mut(at).ok_or(Error::InvalidParam)
     }
 
-    /// Says that the front end wants more queues than there are, and what to do.
+    /// Logs that the front end requests more queues than offered, and what to do.
     fn too_few_queues(&self, wanted: usize) {
         let offered = self.queues.len();
         let remedy =
             self.device.queues_flag(wanted).map(|queues| format!("start the server with --queues {queues}, or "));
         self.ratelimited_log.error(format_args!(
-            "the VMM wants {wanted} queues, and {offered} are offered: {}have the VMM ask for fewer",
+            "the VMM requests {wanted} queues but {offered} are offered: {}configure fewer in the VMM",
             remedy.unwrap_or_default()
         ));
     }
 
-    /// A worker, started on first use.
+    /// Returns a worker, starting it on first use.
     fn worker(&mut self, index: usize) -> Result<Arc<Port<Message<D>>>> {
         if let Some(port) = &self.workers[index] {
             return Ok(Arc::clone(port));
         }
-        let (told, started) = channel();
-        let port = worker_threads::start((&self.device, &self.session), index, &self.common, told);
+        let (sender, started) = channel();
+        let port = worker_threads::start((&self.device, &self.session), index, &self.common, sender);
         let port = port.map_err(Error::ReqHandlerError)?;
         if let Err(error) = started.recv().map_err(|_| Error::BackendInternalError)? {
             tracing::error!("{error}");
@@ -235,14 +236,14 @@ impl<D: Device> Connection<D> {
         Ok(port)
     }
 
-    /// Tells the worker of a queue, if it has started.
+    /// Sends a command to the worker of a queue, if it has started.
     fn post(&self, index: usize, control: Control) {
         if let Some(port) = &self.workers[self.device.worker_of(index)] {
             port.0.post(Command::Control(control));
         }
     }
 
-    /// Starts the queue if the front end has described it wholly.
+    /// Starts the queue if its description is complete.
     fn start(&mut self, index: usize) -> Result<()> {
         let needs_enable = self.features & F_PROTOCOL_FEATURES != 0;
         let queue = &self.queues[index];
@@ -278,8 +279,8 @@ impl<D: Device> Connection<D> {
             }
             Ok(Err(reason)) => {
                 self.ratelimited_log.error(format_args!("queue {index}: {reason}"));
-                // One that is taken over had lost its memory under the server before.
-                let is_taken_over = matches!(self.taking_over, Inherited::Now { .. });
+                // A queue that is taken over had lost its memory under the previous server.
+                let is_taken_over = matches!(self.taking_over, TakeoverStage::Replaying { .. });
                 self.queues[index].adrift = is_taken_over || matches!(reason, RingError::Address { .. });
                 if !is_taken_over {
                     return Err(Error::InvalidParam);
@@ -293,7 +294,7 @@ impl<D: Device> Connection<D> {
         Ok(())
     }
 
-    /// Stops the queue, if it runs, and notes where.
+    /// Stops the queue if it runs, and records where.
     fn stop(&mut self, index: usize) {
         if !self.queues[index].running {
             return;
@@ -304,24 +305,24 @@ impl<D: Device> Connection<D> {
         queue.running = false;
         queue.adrift = false;
         match stopped.recv() {
-            Ok(Stopped { base, out }) => (queue.base, queue.out, queue.resumes) = (base, out, true),
+            Ok(StoppedQueue { base, out }) => (queue.base, queue.out, queue.resumes) = (base, out, true),
             Err(_) => tracing::error!("queue {index}: its worker has ended; requests may be lost"),
         }
     }
 
-    /// A queue that the server before had stopped, and that has not run here, is to begin at `base`: if that is
-    /// somewhere else, the driver has begun again, and what was in flight is void.
+    /// Handles a new base of a queue that the previous server had stopped and that has not run here: another base
+    /// means that the driver restarted it, so its in-flight log is void.
     fn reset_if_restarted(&self, index: u32, base: u32) {
         let queue = self.queues.get(index as usize).filter(|queue| !queue.was_started);
-        if self.taking_over == Inherited::Done
+        if self.taking_over == TakeoverStage::Done
             && queue.is_some_and(|queue| matches!(Begin::after(Some(queue.base), base), Begin::At(_)))
             && let Some(region) = self.inflight.as_ref().and_then(|area| area.region(index as usize))
         {
-            region.forget();
+            region.reset();
         }
     }
 
-    /// Changes something under a queue's feet.
+    /// Stops the queue, applies `change`, restarts it.
     fn restart(&mut self, index: u32, change: impl FnOnce(&mut Queue)) -> Result<()> {
         self.queue(index)?;
         let index = index as usize;
@@ -330,19 +331,19 @@ impl<D: Device> Connection<D> {
         self.start(index)
     }
 
-    /// Changes something under all queues' feet.
+    /// Stops all queues, applies `change`, restarts them.
     fn restart_all(&mut self, change: impl FnOnce(&mut Self)) -> Result<()> {
         let running: Vec<usize> = (0..self.queues.len()).filter(|index| self.queues[*index].running).collect();
         running.iter().for_each(|index| self.stop(*index));
         change(self);
-        // One that cannot go on is no reason for the others not to.
+        // The others restart even if one cannot.
         running.into_iter().map(|index| self.start(index)).fold(Ok(()), Result::and)
     }
 
-    /// Changes the memory under all queues' feet. A queue whose ring stays where it is goes on: it looks for its next chain in the new
-    /// memory, and keeps the old one for as long as something is under way there. So whoever has a request that waits for the front
-    /// end (a file that it has in another device's window) does not keep it from telling us. All else stops meanwhile; a queue that
-    /// loses the memory of its own ring goes on when it is back.
+    /// Changes the memory of all queues. A queue whose ring stays in place keeps running: it looks up its next chain
+    /// in the new memory and keeps the old memory while requests use it. So a request that waits for the front end
+    /// (for a file in another device's window) does not block this message. All other queues stop during the change;
+    /// a queue whose ring loses its memory restarts when the memory is back.
     fn remap(&mut self, change: impl FnOnce(&Memory) -> std::result::Result<Memory, MemoryError>) -> Result<()> {
         let memory = change(&self.memory).map_err(|error| {
             tracing::error!("{error}");
@@ -352,45 +353,48 @@ impl<D: Device> Connection<D> {
             let RingAddresses { descriptors, available, used } = queue.addresses;
             queue.running
                 && !self.device.registers_memory()
-                && [descriptors, available, used].into_iter().all(|address| memory.has_still(&self.memory, address))
+                && [descriptors, available, used]
+                    .into_iter()
+                    .all(|address| memory.has_same_mapping(&self.memory, address))
         };
-        let goes_on = |queue: &Queue| (queue.running || queue.adrift) && !stays(queue);
-        let go_on: Vec<usize> = (0..self.queues.len()).filter(|index| goes_on(&self.queues[*index])).collect();
+        let restarts = |queue: &Queue| (queue.running || queue.adrift) && !stays(queue);
+        let restarted: Vec<usize> = (0..self.queues.len()).filter(|index| restarts(&self.queues[*index])).collect();
         if let Some(window) = &self.window {
             window.memory_change_begins();
         }
-        go_on.iter().for_each(|index| self.stop(*index));
+        restarted.iter().for_each(|index| self.stop(*index));
         self.memory = memory;
-        // What still runs stays. It reads this before any chain that the driver makes available once the front end has its answer.
+        // Running queues stay. They read this command before any chain that the driver adds after the front end has
+        // its reply.
         for (index, _) in self.queues.iter().enumerate().filter(|(_, queue)| queue.running) {
             self.post(index, Control::Memory(index, self.memory.clone()));
         }
-        self.tell(None);
+        self.update_window_regions(None);
         let mut outcome = Ok(());
-        for index in go_on {
+        for index in restarted {
             self.queues[index].adrift = false;
             let started = self.start(index);
             if !self.queues[index].adrift {
                 outcome = outcome.and(started);
             }
         }
-        // The others go on.
+        // The other queues run even after an error.
         outcome.map_err(|error| Error::ReqHandlerError(std::io::Error::other(error)))
     }
 
-    /// Notes for our successor what the driver has set.
-    fn keep(&self) {
+    /// Stores the driver's settings for the next server.
+    fn store_driver_state(&self) {
         if let (Some(area), Some(kept)) = (&self.inflight, self.device.driver_state(&self.session)) {
-            area.keep(kept);
+            area.store_driver_state(kept);
         }
     }
 
-    /// The front end is gone for good.
+    /// Releases everything: the front end is gone for good.
     pub(crate) fn gone(&mut self) {
         for index in 0..self.queues.len() {
             self.stop(index);
         }
-        // What a front end keeps is its own, and may come back with it.
+        // An in-flight log that the front end keeps may come back with it.
         if let Some(area) = self.inflight.as_ref().filter(|_| !self.device.tracks_in_flight()) {
             area.clear();
         }
@@ -408,8 +412,8 @@ impl<D: Device> Connection<D> {
             area.clear();
         }
         self.device.reset(&self.session);
-        // What the device keeps beyond a reset.
-        self.keep();
+        // Some settings survive a reset.
+        self.store_driver_state();
     }
 }
 
@@ -421,7 +425,7 @@ impl<D: Device> Drop for Connection<D> {
         for port in self.workers.iter().flatten() {
             port.0.post(Command::Control(Control::Quit));
         }
-        // It starts no more threads.
+        // The monitor starts threads, so it ends first.
         self.monitor = None;
         self.common.threads.join();
     }

@@ -1,8 +1,8 @@
-//! Which of the guest's pages the device has written to, for a front end that takes the guest to another host meanwhile
-//! (vhost-user, "Migration"; `VHOST_F_LOG_ALL`).
+//! The log of the guest's pages that the device has written, for a front end that migrates the guest (vhost-user,
+//! "Migration"; `VHOST_F_LOG_ALL`).
 //!
-//! The log is a bit for each page of 4096 bytes, in memory that both sides map. A bit is set after what it stands for was written:
-//! the front end clears it, and then copies the page.
+//! The log has a bit per page of 4096 bytes, in memory that both sides map. A bit is set after its page was written:
+//! the front end clears the bit, then copies the page.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -14,23 +14,21 @@ use crate::chain::Chain;
 use crate::memory::Memory;
 use crate::ring::RingSetup;
 
-/// A bit stands for so much.
+/// Bytes per bit.
 const PAGE_BYTES: u64 = 4096;
-/// Room for the pages of 1 PiB: no guest has more.
+/// The log of 1 PiB, more than any guest has.
 const LOG_BYTES_MAX: u64 = 1 << 35;
 
 /// Why a log cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DirtyError {
-    #[error("a log of {0} bytes for the pages that are written to")]
+    #[error("invalid log of written pages: {0} bytes")]
     Size(u64),
-    #[error(
-        "a log of {wanted} bytes for the pages that are written to, in a file of {bytes} bytes: touching the rest would be fatal"
-    )]
+    #[error("a log of written pages needs {wanted} bytes, its file has {bytes}: touching the rest would be fatal")]
     Short { wanted: u64, bytes: u64 },
-    #[error("the log for the pages that are written to: {0}")]
+    #[error("the log of written pages: {0}")]
     File(std::io::Error),
-    #[error("the log for the pages that are written to cannot be mapped: {0}")]
+    #[error("cannot map the log of written pages: {0}")]
     Map(vm_memory::mmap::MmapRegionError),
 }
 
@@ -51,7 +49,7 @@ impl DirtyLog {
         MmapRegion::from_file(FileOffset::new(file, offset), size).map(Self).map_err(DirtyError::Map)
     }
 
-    /// Notes that these guest-physical bytes were written to. What the log has no room for is not the front end's memory.
+    /// Marks these guest-physical bytes as written. Addresses beyond the log are not the front end's memory.
     pub(crate) fn mark(&self, address: u64, bytes: u64) {
         let Some(last) = bytes.checked_sub(1).map(|rest| address.saturating_add(rest)) else { return };
         let (first, last) = (address / PAGE_BYTES, last / PAGE_BYTES);
@@ -60,13 +58,13 @@ impl DirtyLog {
             if at >= self.0.size() {
                 return;
             }
-            // SAFETY: `at` is within the mapping, which lives as long as this; all here and, by the protocol, the front end
+            // SAFETY: `at` is within the mapping, which lives as long as this; this process and, by the protocol, the front end
             // change its bytes by atomic operations only.
             let byte = unsafe { AtomicU8::from_ptr(self.0.as_ptr().add(at)) };
             let from = first.saturating_sub(byte_of * 8);
             let to = (last - byte_of * 8).min(7);
             let bits = u8::MAX << from & u8::MAX >> (7 - to);
-            // Bits that are set already are left alone: rings are marked again and again.
+            // Rings are marked again and again, so set bits are only read.
             if byte.load(Ordering::Relaxed) & bits != bits {
                 byte.fetch_or(bits, Ordering::Release);
             }
@@ -74,11 +72,11 @@ impl DirtyLog {
     }
 }
 
-/// One queue's part in the log.
+/// The log of one queue.
 #[derive(Debug)]
 pub(crate) struct Dirty {
     log: Arc<DirtyLog>,
-    /// What the device writes of the ring itself: guest-physical address, length.
+    /// The parts of the ring that the device writes: guest-physical address, length.
     ring: Vec<(u64, u64)>,
 }
 
@@ -95,12 +93,12 @@ impl Dirty {
         Self { log, ring }
     }
 
-    /// A chain's buffers were written to, perhaps more than is told: a transfer may have failed half-way.
+    /// Marks a chain's writable buffers, perhaps more than was reported: a transfer may have failed half-way.
     pub(crate) fn chain(&self, memory: &Memory, chain: &Chain) {
-        // What was written is seen by whoever clears a bit that is found set here, and copies its page.
+        // The fence orders the data before the bit.
         fence(Ordering::SeqCst);
         if chain.writable_bytes() as u64 >= memory.bytes() {
-            // It says the same memory many times over.
+            // It names the same memory many times.
             return memory.each_region(|address, bytes| self.log.mark(address, bytes));
         }
         for segment in &chain.writable {
@@ -108,7 +106,7 @@ impl Dirty {
         }
     }
 
-    /// So was the ring.
+    /// Marks the ring's pages.
     pub(crate) fn ring(&self) {
         fence(Ordering::SeqCst);
         self.ring.iter().for_each(|(address, bytes)| self.log.mark(*address, *bytes));

@@ -1,4 +1,4 @@
-//! The way in for the fuzz targets of the virtqueues: what is inside is not public otherwise.
+//! Entry points for the fuzz targets of the virtqueues.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,12 +9,12 @@ use vhost::vhost_user::message::{VhostUserInflight, VhostUserMemoryRegion};
 use crate::chain::Chain;
 use crate::inflight::Area;
 use crate::memory::Memory;
-use crate::ring::{Begin, Popped, Ring, RingAddresses, RingSetup};
+use crate::ring::{Begin, PopOutcome, Ring, RingAddresses, RingSetup};
 
 const SIZE: u16 = 8;
 const BASE: u64 = 0x10_0000;
 const MEMORY_BYTES: u64 = 0x4000;
-/// More than the ring has, so that old entries come round again.
+/// More than the ring has, so that entries are reused.
 const CHAINS: usize = 32;
 
 /// Serves a ring that lies in memory with these contents: descriptors at 0, the available ring (or the driver's event
@@ -31,8 +31,8 @@ pub fn ring(contents: &[u8], packed: bool, event_index: bool) {
 /// Takes over a ring, with in-flight memory that holds the first `log_bytes` bytes of the contents.
 pub fn recovery(contents: &[u8], log_bytes: usize, packed: bool) {
     let (log, contents) = contents.split_at(log_bytes.min(contents.len()));
-    let asked = VhostUserInflight::new(0, 0, 1, SIZE);
-    let (kept, file) = Area::make(&asked, 1).expect("memory for one queue");
+    let request = VhostUserInflight::new(0, 0, 1, SIZE);
+    let (kept, file) = Area::make(&request, 1).expect("memory for one queue");
     let room = usize::try_from(kept.mmap_size).unwrap_or(0);
     file.write_all_at(&log[..log.len().min(room)], 0).expect("room");
     let area = Area::open(&kept, file, 1).expect("it was made a moment ago");
@@ -60,13 +60,13 @@ fn serve(mut ring: Ring, bytes: usize) {
     let mut sink = vec![0; 2 * bytes];
     for number in 0..CHAINS {
         match ring.pop(&mut chain) {
-            Ok(Popped::Chain) => {
+            Ok(PopOutcome::Chain) => {
                 chain.read_at(0, &mut sink);
                 let written = chain.write_at(1, &sink);
                 ring.push(&chain, u32::try_from(written).unwrap_or(u32::MAX));
             }
-            Ok(Popped::Dropped(_)) => {}
-            Ok(Popped::Empty) | Err(_) => break,
+            Ok(PopOutcome::Dropped(_)) => {}
+            Ok(PopOutcome::Empty) | Err(_) => break,
         }
         if number % 3 != 0 {
             ring.publish();

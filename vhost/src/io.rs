@@ -8,7 +8,7 @@ use ferry_engine::{Operation, Segment, Transfer, TransferRequest, Transfers};
 use crate::chain::Chain;
 use crate::worker::{Answer, QueueHandler};
 
-/// What a handler may have moved on behalf of the chain that it serves, once.
+/// Lets a handler start one transfer for the chain that it serves.
 #[derive(Debug)]
 pub struct Io<'a> {
     chain: &'a Chain,
@@ -16,7 +16,7 @@ pub struct Io<'a> {
     request: Option<TransferRequest>,
 }
 
-/// The part of a chain that a transfer moves.
+/// Returns the part of a chain that a transfer uses.
 fn segments(request: &TransferRequest, chain: &Chain) -> impl Iterator<Item = Segment> {
     let (readable, writable) = match request.operation {
         Operation::Read => (0, request.bytes),
@@ -26,7 +26,7 @@ fn segments(request: &TransferRequest, chain: &Chain) -> impl Iterator<Item = Se
     chain.readable(request.at, readable).chain(chain.writable(request.at, writable))
 }
 
-/// What a handler has answered, and the transfer that is still to be made.
+/// A handler's answer, and the transfer that is still to be made.
 #[derive(Debug)]
 pub(crate) struct ServedChain {
     pub(crate) answer: Answer,
@@ -34,7 +34,7 @@ pub(crate) struct ServedChain {
 }
 
 impl ServedChain {
-    /// Has a handler serve a chain. One that panics has failed.
+    /// Serves a chain by a handler. A panic is a failure of this chain.
     pub(crate) fn by<H: QueueHandler>(handler: &mut H, chain: &Chain, token: u64) -> Self {
         let mut io = Io { chain, token, request: None };
         match catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io))) {
@@ -50,7 +50,7 @@ impl ServedChain {
     pub(crate) unsafe fn queue(&mut self, transfers: &mut Transfers, chain: &Chain, token: u64) {
         if let Some(request) = self.request.take() {
             let segments = segments(&request, chain);
-            // SAFETY: by the caller's promise; what the guest does to its memory meanwhile is its own business, and nothing
+            // SAFETY: by the caller's promise; the guest may change its memory at any time, and nothing
             // here holds references.
             unsafe {
                 transfers.queue(token, request.operation, Arc::clone(&request.file), request.file_offset, segments)
@@ -58,7 +58,7 @@ impl ServedChain {
         }
     }
 
-    /// Makes the transfer, if there is one, on this thread, however long it takes. Answers what becomes of the chain.
+    /// Runs the transfer, if there is one, on this thread, however long it takes. Returns the chain's final answer.
     ///
     /// # Safety
     /// The chain's memory stays mapped until this returns.
@@ -72,19 +72,19 @@ impl ServedChain {
     }
 }
 
-/// Has a reply finished, or failed if that panics.
+/// Finishes a reply; a panic fails the chain.
 pub(crate) fn finish<H: QueueHandler>(handler: &mut H, chain: &Chain, finish: impl FnOnce(&mut H) -> u32) -> u32 {
     catch_unwind(AssertUnwindSafe(|| finish(handler))).unwrap_or_else(|_| handler.failed(chain))
 }
 
 impl Io<'_> {
-    /// Identifies the chain until it is answered; its low 32 bits are a small number.
+    /// Identifies the chain until its reply; the low 32 bits are a small number.
     pub fn token(&self) -> u64 {
         self.token
     }
 
-    /// Has a transfer made between a file and the chain: a read goes to the driver's buffers, a write takes what the driver
-    /// sent. Returns what [`crate::QueueHandler::serve`] is to return.
+    /// Starts a transfer between a file and the chain: a read fills the writable buffers, a write takes the readable
+    /// bytes. Returns what [`crate::QueueHandler::serve`] must return.
     pub fn transfer(&mut self, request: TransferRequest) -> Answer {
         // Only the kernel may copy from or to memory that may fault.
         let file = match self.chain.may_fault && request.file.memory().is_some() {

@@ -2,7 +2,7 @@
 
 use ferry_engine::Segment;
 
-/// Pieces in one call (Linux `UIO_MAXIOV`).
+/// The most pieces per call (Linux `UIO_MAXIOV`).
 const PIECES_MAX: usize = 1024;
 
 /// Copies the pieces into `bytes`; returns how many bytes could be copied.
@@ -18,7 +18,7 @@ pub(crate) fn read(pieces: impl Iterator<Item = Segment>, bytes: &mut [u8]) -> u
 pub(crate) fn write(pieces: impl Iterator<Item = Segment>, bytes: &[u8]) -> usize {
     let source = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     // SAFETY: the kernel checks every address; `bytes` is only read. The pieces are memory that the guest may write to at
-    // any time, too, so no reference to any byte of it exists.
+    // any time, so no reference to any byte of it exists.
     in_calls(pieces, source, |pid, local, remote, count| unsafe {
         libc::process_vm_writev(pid, local, 1, remote, count, 0)
     })
@@ -70,7 +70,7 @@ mod tests {
         assert_eq!(read([piece(10, 2), piece(5000, 10)].into_iter(), &mut out), 2);
         assert_eq!(&out[..3], b"ab\0");
         assert_eq!(write([piece(5000, 10)].into_iter(), b"abc"), 0);
-        // Whatever the guest makes of it.
+        // An address that is not mapped.
         let nowhere = Segment { address: std::ptr::without_provenance_mut(4096), bytes: 8 };
         assert_eq!(read([nowhere].into_iter(), &mut out), 0);
     }

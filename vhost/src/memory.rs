@@ -1,4 +1,4 @@
-//! The guest's memory regions.
+//! The guest's memory regions, mapped into this process.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -12,7 +12,7 @@ use vm_memory::{FileOffset, MmapRegion};
 use crate::shared::Cells;
 use crate::window::{self, FileId};
 
-/// What QEMU asks for at most; each region is a mapping and a descriptor of ours.
+/// The most regions that QEMU uses; each is a mapping and a descriptor of this process.
 pub(crate) const MEMORY_REGIONS_MAX: usize = 509;
 
 /// Why memory cannot be used.
@@ -35,7 +35,7 @@ pub(crate) enum MemoryError {
     Unknown { address: u64, bytes: u64 },
 }
 
-/// One region, mapped here.
+/// A mapped region.
 #[derive(Debug)]
 struct Region {
     guest_start: u64,
@@ -45,16 +45,16 @@ struct Region {
     nature: Nature,
 }
 
-/// What a region's file allows.
+/// How a region's file may be accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Nature {
-    /// The guest's memory regions.
+    /// The guest's memory.
     Memory,
-    /// A file that was added later, and that somebody can cut short: memory (a DIMM was plugged in), or a file in the window of
-    /// another process. The kernel copies from and to it; whatever a ring needs is taken for memory.
+    /// A file that was added later and that another process can truncate: memory (a hot-plugged DIMM), or a file in
+    /// the window of another process. The kernel copies from and to it; rings may lie in it.
     Added,
-    /// A file in a window. It may be read-only, and somebody may cut it short: touching what is not there any more is
-    /// fatal to whoever touches it, unless it is the kernel. No ring may lie in it.
+    /// A file in a window. It may be read-only, and another process may truncate it: access beyond its end is SIGBUS,
+    /// except by the kernel. Rings must not lie in it.
     Window,
 }
 
@@ -65,13 +65,14 @@ impl Nature {
         if is_readable_only || id.is_some_and(window::is_known) {
             return Self::Window;
         }
-        if was_added && !stays(file) { Self::Added } else { Self::Memory }
+        if was_added && !is_stable(file) { Self::Added } else { Self::Memory }
     }
 }
 
-/// Whether nobody but the front end can cut a file short: it is sealed (QEMU's), or a memfd, which is in no directory that anybody could share. The
-/// file systems in memory do not tell: their files are shared as others are, and may have lost their names.
-fn stays(file: &File) -> bool {
+/// Whether only the front end can truncate a file: it is sealed (QEMU's), or a memfd, which has no name that others
+/// could open. For other files in memory this is unknown: they can be shared like any file, and may have been
+/// unlinked.
+fn is_stable(file: &File) -> bool {
     /// The device of all memfds.
     static MEMFDS: LazyLock<Option<u64>> = LazyLock::new(|| {
         let one = memfd_create("ferry-device", MemfdFlags::CLOEXEC).ok()?;
@@ -81,7 +82,7 @@ fn stays(file: &File) -> bool {
     is_sealed || MEMFDS.is_some_and(|device| fstat(file).is_ok_and(|stat| stat.st_dev == device))
 }
 
-/// A set of regions that does not change; a new set replaces it.
+/// An immutable set of regions; a change creates a new set.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Memory {
     /// Sorted by guest address, not overlapping.
@@ -89,7 +90,7 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// This memory with one region more; `was_added` to what the guest runs with already.
+    /// Returns this memory with another region; `was_added`: the guest runs already.
     pub(crate) fn with(
         &self,
         region: &VhostUserMemoryRegion,
@@ -126,7 +127,7 @@ impl Memory {
         Ok(Self { regions })
     }
 
-    /// This memory without the region at a guest address.
+    /// Returns this memory without the region at a guest address.
     pub(crate) fn without(&self, address: u64, bytes: u64) -> Result<Self, MemoryError> {
         let mut regions = self.regions.clone();
         let index = regions
@@ -137,9 +138,9 @@ impl Memory {
         Ok(Self { regions })
     }
 
-    /// Whether the regions that have this address of the front end's own are the same mappings here as in other memory. There may be
-    /// several: only guest addresses do not overlap.
-    pub(crate) fn has_still(&self, before: &Self, address: u64) -> bool {
+    /// Whether the regions at this front-end address are the same mappings as in `before`. There may be several: only
+    /// guest addresses do not overlap.
+    pub(crate) fn has_same_mapping(&self, before: &Self, address: u64) -> bool {
         let of = |memory: &Self| -> Vec<*const Region> {
             let within = |region: &Region| address.checked_sub(region.user_start).is_some_and(|at| at < region.bytes);
             memory.regions.iter().filter(|region| within(region)).map(std::sync::Arc::as_ptr).collect()
@@ -148,12 +149,12 @@ impl Memory {
         !found.is_empty() && found == of(before)
     }
 
-    /// How many regions there are.
+    /// Returns the number of regions.
     pub(crate) fn regions(&self) -> usize {
         self.regions.len()
     }
 
-    /// All of it where it lies here, with what keeps it mapped; files in windows are not memory.
+    /// Returns the mappings of all memory, except files in windows, with their owners.
     pub(crate) fn mapped(&self) -> impl Iterator<Item = (Segment, MemoryOwner)> {
         self.regions.iter().filter(|region| region.nature == Nature::Memory).map(|region| {
             let segment = Segment { address: region.map.as_ptr(), bytes: region.map.size() };
@@ -161,8 +162,8 @@ impl Memory {
         })
     }
 
-    /// Adds the pieces of `[address, address + bytes)` (guest-physical) to `out`. Returns whether any of it may fault
-    /// (see [`Chain::may_fault`](crate::Chain)); `None`: it is not all memory.
+    /// Adds the pieces of the guest-physical range `[address, address + bytes)` to `out`. Returns whether access may
+    /// fault (see [`Chain::may_fault`](crate::Chain)); `None`: some of it is no memory.
     pub(crate) fn translate(&self, mut address: u64, mut bytes: u64, out: &mut Vec<Segment>) -> Option<bool> {
         let mut may_fault = false;
         while bytes > 0 {
@@ -177,7 +178,7 @@ impl Memory {
             let (Ok(offset), Ok(length)) = (usize::try_from(within), usize::try_from(piece)) else { return None };
             let start = region.map.as_ptr().wrapping_add(offset);
             match out.last_mut() {
-                // Pages of a long buffer often lie side by side: fewer pieces make shorter system calls.
+                // Pages of a long buffer are often adjacent: fewer pieces make shorter system calls.
                 Some(last) if last.address.wrapping_add(last.bytes) == start => last.bytes += length,
                 _ => out.push(Segment { address: start, bytes: length }),
             }
@@ -188,7 +189,8 @@ impl Memory {
         Some(may_fault)
     }
 
-    /// Where `[address, address + bytes)` (guest-physical) lies here, if it lies in one region, and not in a window.
+    /// Returns where the guest-physical range `[address, address + bytes)` is mapped, if it lies in one region that
+    /// is no window.
     pub(crate) fn translate_whole(&self, address: u64, bytes: u64) -> Option<*mut u8> {
         let after = self.regions.partition_point(|region| region.guest_start <= address);
         let region = after.checked_sub(1).and_then(|index| self.regions.get(index))?;
@@ -197,23 +199,23 @@ impl Memory {
         Some(region.map.as_ptr().wrapping_add(usize::try_from(within).ok().filter(|_| fits)?))
     }
 
-    /// The guest-physical address of one of the front end's own.
+    /// Translates a front-end address to a guest-physical one.
     pub(crate) fn guest_of_user(&self, address: u64) -> Option<u64> {
         let within = |region: &Region| address.checked_sub(region.user_start).filter(|within| *within < region.bytes);
         self.regions.iter().find_map(|region| Some(region.guest_start + within(region)?))
     }
 
-    /// How much there is, in bytes.
+    /// Returns the total length in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.regions.iter().map(|region| region.bytes).sum()
     }
 
-    /// Each region's place in the guest's memory, and its length.
+    /// Visits each region: guest-physical address and length.
     pub(crate) fn each_region(&self, mut visit: impl FnMut(u64, u64)) {
         self.regions.iter().for_each(|region| visit(region.guest_start, region.bytes));
     }
 
-    /// Where a piece of memory here is in the guest's, as far as it is there still: guest-physical addresses and lengths.
+    /// Translates a mapped piece to guest-physical addresses and lengths, as far as it is still guest memory.
     pub(crate) fn guest_parts(&self, piece: Segment, mut part: impl FnMut(u64, u64)) {
         let (mut address, mut left) = (piece.address.addr(), piece.bytes);
         while left > 0 {
@@ -231,11 +233,11 @@ impl Memory {
         }
     }
 
-    /// The `bytes` bytes at an address of the front end's own, as numbers, if they lie in one region and are aligned
-    /// to `align` (a power of two). They must not be used longer than this.
+    /// Returns the `bytes` bytes at a front-end address as cells, if they lie in one region and are aligned to
+    /// `align` (a power of two). They must not outlive this memory.
     pub(crate) fn part(&self, address: u64, bytes: usize, align: u64) -> Option<Cells> {
         let start = self.translate_user(address, bytes as u64, align)?;
-        // SAFETY: the translation is mapped for as long as this, which the ring keeps; the guest knows it as shared.
+        // SAFETY: the translation is mapped for as long as this, which the ring keeps; the guest treats it as shared.
         Some(unsafe { Cells::new(start, bytes) })
     }
 
@@ -323,7 +325,7 @@ pub(crate) mod tests {
         assert!(memory.without(0x2000, 0x1000).is_err());
     }
 
-    /// `ADD_MEM_REG` may have any numbers.
+    /// `ADD_MEM_REG` may contain any numbers.
     #[test]
     fn regions_that_are_empty_or_wrap_around_are_refused() {
         let memory = Memory::default().with(&region(0, 0x1000), memfd(0x1000), false).unwrap();
@@ -339,21 +341,21 @@ pub(crate) mod tests {
         }
     }
 
-    /// A ring lies in whichever region has room for it; the other one must not vouch for it.
+    /// A ring lies in one of the regions at its address; the others must not count for it.
     #[test]
     fn a_ring_stays_only_if_all_regions_at_its_address_do() {
         let at = |guest, bytes| VhostUserMemoryRegion { user_addr: 0x10000, ..region(guest, bytes) };
         let short = Memory::default().with(&at(0, 0x1000), memfd(0x1000), false).unwrap();
         let both = short.with(&at(0x10_0000, 0x10000), memfd(0x10000), true).unwrap();
-        assert!(both.translate_user(0x10400, 0x8000, 4).is_some() && both.has_still(&both.clone(), 0x10400));
+        assert!(both.translate_user(0x10400, 0x8000, 4).is_some() && both.has_same_mapping(&both.clone(), 0x10400));
         let without_long = both.without(0x10_0000, 0x10000).unwrap();
-        assert!(!without_long.has_still(&both, 0x10400) && !both.has_still(&short, 0x10400));
-        assert!(!Memory::default().has_still(&Memory::default(), 0x10400));
-        assert!(both.has_still(&without_long, 0x5000) == both.has_still(&both.clone(), 0x5000));
+        assert!(!without_long.has_same_mapping(&both, 0x10400) && !both.has_same_mapping(&short, 0x10400));
+        assert!(!Memory::default().has_same_mapping(&Memory::default(), 0x10400));
+        assert!(both.has_same_mapping(&without_long, 0x5000) == both.has_same_mapping(&both.clone(), 0x5000));
     }
 
     #[test]
-    fn what_can_be_cut_short_is_fragile_once_the_guest_runs() {
+    fn memory_that_can_be_truncated_may_fault_once_the_guest_runs() {
         let named = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         named.as_file().set_len(0x1000).unwrap();
         let sealed = File::from(
@@ -376,7 +378,7 @@ pub(crate) mod tests {
                 let memory = Memory::default().with(&region(0x1000, 0x1000), file, was_added).unwrap();
                 let found = memory.translate(0x1000, 0x1000, &mut Vec::new());
                 assert_eq!(found, Some(may_fault && was_added), "{what}, added: {was_added}");
-                // A ring may lie in any of it, for it may be the guest's memory.
+                // A ring may lie in any of these regions: they may be the guest's memory.
                 assert!(memory.translate_whole(0x1000, 0x1000).is_some());
             }
         }

@@ -1,7 +1,7 @@
-//! A device's state on its way to another host, or from there (vhost-user, "Migrating back-end state").
+//! Transfers a device's state to or from another host (vhost-user, "Migrating back-end state").
 //!
-//! The other end of the pipe is the front end's, which reads or writes while it speaks with us: so a thread of its own does
-//! the transfer, and CHECK_DEVICE_STATE waits for it.
+//! The front end reads or writes the other end of the pipe while it sends us messages. So a separate thread runs the
+//! transfer, and CHECK_DEVICE_STATE waits for it.
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
@@ -11,23 +11,23 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// The most bytes that a state may have: ten million inodes with paths of a hundred bytes.
+/// The most bytes of a state: ten million inodes with paths of a hundred bytes.
 const STATE_BYTES_MAX: u64 = 1 << 30;
 
-/// How long the other end may do nothing: this server could not even end as long as somebody waits for it.
+/// How long the other end may be silent: this server cannot end while a thread waits for it.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
 /// How long a transfer may take to notice that its other end is closed, on a busy machine.
 const END_MAX: Duration = Duration::from_secs(1);
 
-/// How often it is looked at meanwhile.
+/// How often the transfer is checked during that time.
 const ABORT_POLL: Duration = Duration::from_millis(2);
 
-/// A pipe whose other end must not keep us waiting for ever.
+/// A pipe with a timeout, whose use can be aborted.
 struct AbortablePipe {
     pipe: File,
-    /// Ends when nobody wants the outcome any more.
-    wanted: PipeReader,
+    /// Hangs up when the transfer is dropped.
+    abort: PipeReader,
 }
 
 impl AbortablePipe {
@@ -35,12 +35,12 @@ impl AbortablePipe {
         let longest = Timespec::try_from(SILENCE_MAX).map_err(io::Error::other)?;
         loop {
             let pipe = PollFd::from_borrowed_fd(self.pipe.as_fd(), flags);
-            // That it has ended is told without being asked for.
-            let wanted = PollFd::from_borrowed_fd(self.wanted.as_fd(), PollFlags::empty());
-            let mut polled = [pipe, wanted];
+            // POLLHUP is always reported.
+            let abort = PollFd::from_borrowed_fd(self.abort.as_fd(), PollFlags::empty());
+            let mut polled = [pipe, abort];
             match poll(&mut polled, Some(&longest)) {
                 Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
-                Ok(_) if !polled[1].revents().is_empty() => return Err(io::Error::other("nobody wants it any more")),
+                Ok(_) if !polled[1].revents().is_empty() => return Err(io::Error::other("the transfer was cancelled")),
                 Err(rustix::io::Errno::INTR) => {}
                 outcome => return Ok(outcome.map(drop)?),
             }
@@ -58,7 +58,7 @@ impl Read for AbortablePipe {
 impl Write for AbortablePipe {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.wait(PollFlags::OUT)?;
-        // As much as fits into a pipe that is not full: more would wait for the other end.
+        // As much as fits into a pipe that is not full: more would block.
         self.pipe.write(&bytes[..bytes.len().min(PIPE_BUF)])
     }
 
@@ -67,15 +67,15 @@ impl Write for AbortablePipe {
     }
 }
 
-/// What a pipe takes at once if it takes anything.
+/// What a pipe that is not full takes at once.
 const PIPE_BUF: usize = 4096;
 
-/// A transfer under way: of bytes that come, or (with none to answer) that go. It is given up when it is dropped.
+/// A running transfer; returns the received state, or nothing after sending. Dropping it cancels it.
 #[derive(Debug)]
 pub(crate) struct Transfer {
     thread: JoinHandle<io::Result<Option<Vec<u8>>>>,
-    /// Open as long as somebody wants the outcome: how the thread knows.
-    _wanted: PipeWriter,
+    /// Open as long as the outcome is wanted, which tells the thread.
+    _abort: PipeWriter,
 }
 
 impl Transfer {
@@ -84,7 +84,7 @@ impl Transfer {
         begin(to, move |mut to| to.write_all(&state).map(|()| None))
     }
 
-    /// Reads a state until it ends.
+    /// Reads a state until its end.
     pub(crate) fn load(from: File) -> io::Result<Self> {
         begin(from, |from| {
             let mut state = Vec::new();
@@ -96,8 +96,8 @@ impl Transfer {
         })
     }
 
-    /// Whether it is still under way. One that the front end has given up, by closing its end, is waited for.
-    pub(crate) fn is_under_way(&self) -> bool {
+    /// Whether it still runs. Waits for a transfer that the front end has cancelled by closing its end.
+    pub(crate) fn is_running(&self) -> bool {
         let end = Instant::now() + END_MAX;
         while !self.thread.is_finished() {
             if Instant::now() > end {
@@ -108,7 +108,7 @@ impl Transfer {
         false
     }
 
-    /// Waits for the end. Returns the state that arrived, if one was expected.
+    /// Waits for the end; returns the received state, if one was expected.
     pub(crate) fn end(self) -> Result<Option<Vec<u8>>, String> {
         let outcome = self.thread.join().map_err(|_| "the thread that transferred it panicked".to_owned())?;
         outcome.map_err(|error| error.to_string())
@@ -120,7 +120,7 @@ fn begin(
     run: impl FnOnce(AbortablePipe) -> io::Result<Option<Vec<u8>>> + Send + 'static,
 ) -> io::Result<Transfer> {
     let (reader, writer) = io::pipe()?;
-    let pipe = AbortablePipe { pipe, wanted: reader };
+    let pipe = AbortablePipe { pipe, abort: reader };
     let thread = Builder::new().name("migration".into()).spawn(move || run(pipe))?;
-    Ok(Transfer { thread, _wanted: writer })
+    Ok(Transfer { thread, _abort: writer })
 }

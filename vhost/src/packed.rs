@@ -1,6 +1,6 @@
-//! Places and descriptors of packed rings (VIRTIO 1.3, 2.8), which the rings and their logs of descriptors in flight share.
+//! Places and descriptors of packed rings (VIRTIO 1.3, 2.8), which the rings and their in-flight logs share.
 
-/// Descriptor flags that say whose turn it is (2.8.1).
+/// Descriptor flags of availability and use (2.8.1).
 pub(crate) const AVAILABLE: u16 = 1 << 7;
 pub(crate) const USED: u16 = 1 << 15;
 
@@ -12,10 +12,10 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Where a ring begins that was never used.
+    /// The beginning of a ring that was never used.
     pub(crate) const FRESH: Self = Self { index: 0, wrap: true };
 
-    /// The place that many descriptors on, at most a whole ring.
+    /// Returns the place this many descriptors later, at most a whole ring.
     #[inline]
     pub(crate) fn after(self, descriptors: u16, size: u16) -> Self {
         let index = u32::from(self.index) + u32::from(descriptors);
@@ -25,7 +25,7 @@ impl Place {
         }
     }
 
-    /// How many descriptors `self` is ahead of `other`, if that is possible.
+    /// Returns how many descriptors `self` is ahead of `other`, if that is possible.
     pub(crate) fn ahead_of(self, other: Self, size: u16) -> Option<u16> {
         let lap = if self.wrap == other.wrap { 0 } else { size };
         (self.index + lap).checked_sub(other.index).filter(|ahead| *ahead <= size)
@@ -39,20 +39,20 @@ impl Place {
         Self { index: u16::try_from(bits & 0x7fff).unwrap_or(0), wrap: bits & 0x8000 != 0 }
     }
 
-    /// Whether a descriptor here with these flags has been made available.
+    /// Whether a descriptor here with these flags is available.
     #[inline]
     pub(crate) fn is_available(self, flags: u16) -> bool {
         (flags & AVAILABLE != 0) == self.wrap && (flags & USED != 0) != self.wrap
     }
 
-    /// The flags of a descriptor that is used here.
+    /// Returns the flags of a used descriptor here.
     #[inline]
     pub(crate) fn used_flags(self) -> u16 {
         if self.wrap { AVAILABLE | USED } else { 0 }
     }
 }
 
-/// A descriptor of the ring, as the log keeps it, too.
+/// A descriptor of the ring and of the log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Descriptor {
     pub(crate) address: u64,

@@ -1,8 +1,9 @@
 //! A front-end connection that survives a restart of the server.
 //!
-//! Messages are peeked at in the socket, forwarded through a socket pair to the code that serves any other connection,
-//! and then committed: the [`ConnectionStore`] takes the message, records what the next server must know of it, and sends
-//! the reply. A server that takes a connection over forwards the recorded messages to that code first.
+//! Messages are peeked at in the socket, forwarded through a socket pair to the code that serves any other
+//! connection, and then committed: the [`ConnectionStore`] takes the message, records what the next server must know
+//! of it, and sends the reply. A server that takes a connection over first forwards the recorded messages to that
+//! code.
 
 mod connection_store;
 mod replay_log;
@@ -23,29 +24,29 @@ use rustix::net::{
 };
 
 use crate::channel::{DESCRIPTORS_WAIT_MAX, FILES_MAX, HEADER_BYTES, has_left, number, warn_of_descriptors};
-pub use connection_store::{Commit, ConnectionStore, Records, StoredConnection};
+pub use connection_store::{Commit, ConnectionStore, InheritedConnection, Records};
 use replay_log::ReplayLog;
 pub(crate) use replay_log::was_added;
 
-/// The longest body that vhost-user has.
+/// The longest body of a vhost-user message.
 const BODY_BYTES_MAX: usize = 4096;
-/// How long the rest of a message that came in part may take, before it is looked for again.
+/// How long to wait for the rest of a partial message before peeking again.
 const REST: Duration = Duration::from_millis(5);
 
-/// Why no more messages come.
+/// Why no more messages are read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LostError {
     /// The front end is gone.
     #[error("the front end is gone")]
     HungUp,
-    /// It is time to stop.
-    #[error("it is time to stop")]
+    /// The server stops.
+    #[error("the server stops")]
     Stopped,
-    /// It says what cannot be.
-    #[error("a message of {0} bytes; {BODY_BYTES_MAX} is the most")]
+    /// A message is too long.
+    #[error("a message of {0} bytes; the maximum is {BODY_BYTES_MAX}")]
     Long(usize),
-    /// Its descriptors cannot be taken.
-    #[error("a message has more than {FILES_MAX} descriptors, or there are none left")]
+    /// The descriptors of a message cannot be received.
+    #[error("a message has more than {FILES_MAX} descriptors, or this process has none left")]
     Files,
     /// Something else.
     #[error("the socket is lost: {0}")]
@@ -71,13 +72,13 @@ pub(crate) struct PersistentConnection {
     socket: UnixStream,
     /// The near end of the pair through which messages are forwarded.
     inner: UnixStream,
-    /// `None` once it is lost: then this server takes and answers messages, and records nothing.
+    /// `None` once it is lost: then this server takes messages and replies itself, and records nothing.
     store: Option<Arc<dyn ConnectionStore>>,
     replay_log: ReplayLog,
 }
 
 impl PersistentConnection {
-    /// Serves a connection that is in `store`; messages are forwarded by `inner`.
+    /// Serves a connection that is in `store`; messages are forwarded through `inner`.
     pub(crate) fn new(
         socket: UnixStream,
         inner: UnixStream,
@@ -87,19 +88,19 @@ impl PersistentConnection {
         Self { socket, inner, store: Some(store), replay_log: ReplayLog::of(records) }
     }
 
-    /// Waits for a message, hands a copy of it on, and leaves it where it is.
+    /// Waits for a message, forwards a copy and leaves it in the socket.
     pub(crate) fn next(&self, stop: &OwnedFd) -> Result<Message, LostError> {
         let message = peek(&self.socket, stop)?;
         self.forward(&message.bytes, &message.files)?;
         Ok(message)
     }
 
-    /// Forwards a message. The one before was read, so there is room for all of it.
+    /// Forwards a message. The previous one was read, so there is room.
     pub(crate) fn forward(&self, bytes: &[u8], files: &[OwnedFd]) -> Result<(), LostError> {
         send(&self.inner, bytes, files)
     }
 
-    /// What was answered to the message that was handed on last.
+    /// Returns the reply to the last forwarded message.
     pub(crate) fn reply(&self) -> Result<Message, LostError> {
         let mut reply = Message { bytes: vec![0; 2 * (HEADER_BYTES + BODY_BYTES_MAX)], files: Vec::new() };
         let mut have = 0;
@@ -114,8 +115,8 @@ impl PersistentConnection {
         Ok(reply)
     }
 
-    /// A message is about to be acted upon. One that resets the device voids what is recorded first: to act on it takes
-    /// away what the rings would be started again with, and it can be acted upon twice.
+    /// Records a message before it is executed, if it resets the device: the records of the rings are void then, and
+    /// a reset can be executed twice.
     pub(crate) fn record_before(&mut self, message: &Message) -> Result<(), LostError> {
         match replay_log::resets(&message.bytes) {
             true => self.enter(message, &Message::default(), (0, false)),
@@ -123,9 +124,9 @@ impl PersistentConnection {
         }
     }
 
-    /// Records where queues rest. Those that run are found again by their rings and by what is in flight.
-    pub(crate) fn record_base(&mut self, resting: Vec<(u8, u32)>) -> Result<(), LostError> {
-        for (ring, base) in resting {
+    /// Records the bases of stopped queues. Those of running queues follow from their rings and the in-flight log.
+    pub(crate) fn record_base(&mut self, stopped: Vec<(u8, u32)>) -> Result<(), LostError> {
+        for (ring, base) in stopped {
             if let Some(entry) = self.replay_log.record_base(ring, base) {
                 self.step(&entry, &Message::default(), &Message::default(), 0)?;
             }
@@ -133,7 +134,7 @@ impl PersistentConnection {
         Ok(())
     }
 
-    /// The message was acted upon: takes it, records it if it `counts`, and answers it. `runs`: whether queues ran before.
+    /// Takes an executed message, records it if it `counts`, and replies. `runs`: whether queues ran before.
     pub(crate) fn commit(
         &mut self,
         message: &Message,
@@ -169,11 +170,11 @@ impl PersistentConnection {
                 reply_files: &reply.files,
             });
             let Err(error) = outcome else { return Ok(()) };
-            tracing::error!("should this server end, its guest is lost: {error}");
+            tracing::error!("a restart of this server will lose its guest: {error}");
             store.end();
             self.store = None;
         }
-        // A message that the store took in its last moment is answered.
+        // The store may have taken the message before it was lost.
         let left = peek_offset(&self.socket)?.min(taken_bytes);
         if left > 0 {
             take(&self.socket, left)?;
@@ -199,19 +200,19 @@ fn send(socket: &UnixStream, bytes: &[u8], files: &[OwnedFd]) -> Result<(), Lost
     if sent == bytes.len() { Ok(()) } else { Err(Errno::AGAIN.into()) }
 }
 
-/// Takes so many bytes from a socket without blocking, and closes their descriptors.
+/// Takes bytes from a socket without blocking, and closes their descriptors.
 fn take(socket: &UnixStream, bytes: usize) -> Result<(), LostError> {
     let (mut buffer, mut have) = (vec![0; bytes], 0);
     while have < bytes {
         match receive(socket, &mut buffer[have..], None, RecvFlags::empty())? {
             0 => return Err(LostError::HungUp),
-            came => have += came,
+            bytes => have += bytes,
         }
     }
     Ok(())
 }
 
-/// Reads a message as far as its header says, and takes nothing of it.
+/// Peeks at a whole message, without taking it.
 fn peek(socket: &UnixStream, stop: &OwnedFd) -> Result<Message, LostError> {
     let mut header = [0; HEADER_BYTES];
     fill(socket, &mut header, None, stop)?;
@@ -221,14 +222,14 @@ fn peek(socket: &UnixStream, stop: &OwnedFd) -> Result<Message, LostError> {
     }
     let mut message = Message { bytes: vec![0; HEADER_BYTES + body], files: Vec::new() };
     fill(socket, &mut message.bytes, Some(&mut message.files), stop)?;
-    // With the bytes of a message that has none, the kernel shows the descriptors of the next one that has.
+    // With a message without descriptors, the kernel shows those of the next one that has some.
     if !replay_log::has_files(&message.bytes) {
         message.files.clear();
     }
     Ok(message)
 }
 
-/// Fills a buffer with what comes first in the socket. Descriptors come along with every look at their bytes.
+/// Peeks at the first bytes of the socket. The kernel passes descriptors with every peek at their bytes.
 fn fill(
     socket: &UnixStream,
     buffer: &mut [u8],
@@ -243,7 +244,7 @@ fn fill(
             Ok(bytes) => have += bytes,
             Err(LostError::System(Errno::AGAIN)) => wait(socket, stop, have > 0)?,
             Err(LostError::System(Errno::CONNRESET)) => return Err(LostError::HungUp),
-            // There are none left: all is still in the socket.
+            // Out of descriptors: the message is still in the socket.
             Err(LostError::Files) if files.as_ref().is_some_and(|files| files.len() < FILES_MAX) => {
                 if has_left(socket) {
                     return Err(LostError::HungUp);
@@ -262,7 +263,7 @@ fn fill(
     Ok(())
 }
 
-/// Waits until there is something in the socket; if that is so already (`in_part`), for a moment.
+/// Waits until the socket is readable; with a partial message (`in_part`), for a moment.
 fn wait(socket: &UnixStream, stop: &OwnedFd, in_part: bool) -> Result<(), LostError> {
     let mut fds = [PollFd::new(stop, PollFlags::IN), PollFd::new(socket, PollFlags::IN)];
     let moment = Timespec::try_from(REST).map_err(|_| Errno::INVAL)?;
@@ -293,8 +294,8 @@ fn receive(
     let received = rustix::io::retry_on_intr(|| recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags))?;
     let Some(files) = files else { return Ok(received.bytes) };
     for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(came) = message {
-            files.extend(came);
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            files.extend(received);
         }
     }
     match received.flags.contains(ReturnFlags::CTRUNC) {
@@ -303,10 +304,10 @@ fn receive(
     }
 }
 
-/// Has the next look at a socket begin after so many bytes (socket(7), `SO_PEEK_OFF`).
+/// Sets where the next peek begins (socket(7), `SO_PEEK_OFF`).
 fn set_peek_offset(socket: &UnixStream, bytes: libc::c_int) -> Result<(), Errno> {
     let length = libc::socklen_t::try_from(size_of::<libc::c_int>()).map_err(|_| Errno::INVAL)?;
-    // SAFETY: the descriptor is open, and the kernel reads an `int` of this length at this place, which lives until then.
+    // SAFETY: the descriptor is open, and the kernel reads an `int` of this length from this variable, which outlives the call.
     let outcome = unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),
@@ -319,7 +320,7 @@ fn set_peek_offset(socket: &UnixStream, bytes: libc::c_int) -> Result<(), Errno>
     if outcome == 0 { Ok(()) } else { Err(last_error()) }
 }
 
-/// Where the next look at a socket begins: so many bytes that were looked at are still there.
+/// Returns where the next peek begins: the number of peeked bytes that are still in the socket.
 fn peek_offset(socket: &UnixStream) -> Result<usize, Errno> {
     let mut bytes: libc::c_int = 0;
     let mut length = libc::socklen_t::try_from(size_of::<libc::c_int>()).map_err(|_| Errno::INVAL)?;
@@ -370,13 +371,13 @@ mod tests {
                 assert_eq!((number(header, 0), message.bytes.len(), message.files.len()), (request, 12 + body, files));
                 assert_eq!(peek_offset(&ours).unwrap(), 12 + body);
             }
-            // What was taken counts backwards, also of a part.
+            // Taking bytes reduces the offset, also within a message.
             take(&ours, 5).unwrap();
             assert_eq!(peek_offset(&ours).unwrap(), 7 + body);
             take(&ours, 7 + body).unwrap();
             assert_eq!(peek_offset(&ours).unwrap(), 0);
         }
-        // One that comes in parts, and with its end the end of waiting.
+        // A partial message is waited for.
         let header = [8u32, 1, 8].map(u32::to_ne_bytes).concat();
         super::send(&front_end, &header, &[]).unwrap();
         std::thread::scope(|scope| {
@@ -390,7 +391,7 @@ mod tests {
         assert!(matches!(peek(&ours, &stop), Err(LostError::Stopped)));
         drop(front_end);
         assert!(matches!(peek(&ours, &event()), Err(LostError::HungUp)));
-        // Longer than anything that may be said.
+        // Longer than any message.
         let (front_end, ours) = UnixStream::pair().unwrap();
         let header = [8u32, 1, u32::MAX].map(u32::to_ne_bytes).concat();
         super::send(&front_end, &header, &[]).unwrap();

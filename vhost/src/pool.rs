@@ -1,7 +1,7 @@
-//! Threads for requests that may wait.
+//! Threads for requests that may take long.
 //!
-//! They are started when all others are busy, and end when they have had nothing to do for a while. All pools of a connection
-//! share a budget; past it, requests wait for each other.
+//! A thread is started when all others are busy, and ends after being idle for a while. All pools of a connection
+//! share a budget; beyond it, requests wait for each other.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,10 +13,10 @@ use ferry_vfs::sync::lock;
 
 use crate::threads::Threads;
 
-/// What a thread is to do, with a handler of its own.
+/// A job of a thread, which has its own handler.
 pub(crate) type Job<H> = Box<dyn FnOnce(&mut H) + Send>;
 
-/// Work, and what it must not overtake: of the same number, one is done at a time, in the order in which they came.
+/// A queued job. Jobs of the same order run one at a time, in the order in which they came.
 struct Waiting<H> {
     order: Option<u64>,
     job: Job<H>,
@@ -24,7 +24,7 @@ struct Waiting<H> {
 
 struct State<H> {
     waiting: VecDeque<Waiting<H>>,
-    /// Numbers of which one is being done.
+    /// The orders of the running jobs.
     orders: Vec<u64>,
     threads: usize,
     idle: usize,
@@ -32,7 +32,7 @@ struct State<H> {
 }
 
 impl<H> State<H> {
-    /// The next that may be done.
+    /// Removes and returns the next job that may run.
     fn next(&mut self) -> Option<Waiting<H>> {
         let may = |waiting: &Waiting<H>| waiting.order.is_none_or(|order| !self.orders.contains(&order));
         let at = self.waiting.iter().position(may)?;
@@ -42,19 +42,19 @@ impl<H> State<H> {
     }
 }
 
-/// See the module.
+/// A pool of threads; see the module.
 pub(crate) struct Pool<H> {
     state: Mutex<State<H>>,
     changed: Condvar,
     make: Box<dyn Fn() -> H + Send + Sync>,
     threads: Arc<Threads>,
-    /// Threads that there may be beside.
+    /// The number of further threads that may be started.
     budget: Arc<AtomicIsize>,
     name: String,
 }
 
 impl<H: 'static> Pool<H> {
-    /// A pool without threads. `make` makes what each of them works with, on that thread.
+    /// Creates a pool without threads. `make` creates the handler of each thread, on that thread.
     pub(crate) fn new(
         name: String,
         threads: Arc<Threads>,
@@ -66,7 +66,7 @@ impl<H: 'static> Pool<H> {
         Self { state, changed: Condvar::new(), make: Box::new(make), threads, budget, name }
     }
 
-    /// Has a job done by another thread, soon. The job comes back if no thread can be had at all.
+    /// Runs a job on another thread. Returns the job if no thread can be started.
     pub(crate) fn run(self: &Arc<Self>, order: Option<u64>, job: Job<H>) -> Result<(), Job<H>> {
         let mut state = lock(&self.state);
         state.waiting.push_back(Waiting { order, job });
@@ -76,7 +76,7 @@ impl<H: 'static> Pool<H> {
                 Ok(()) => state.threads += 1,
                 Err(error) => {
                     self.budget.fetch_add(1, Ordering::Relaxed);
-                    tracing::debug!("no thread can be had for requests that wait: {error}");
+                    tracing::debug!("cannot start a thread for slow requests: {error}");
                     if state.threads == 0
                         && let Some(waiting) = state.waiting.pop_back()
                     {
@@ -90,31 +90,31 @@ impl<H: 'static> Pool<H> {
         Ok(())
     }
 
-    /// Takes one from the budget. The first thread is had without: whatever waits is done in the end.
+    /// Takes one from the budget. The first thread needs no permit, so queued jobs always run.
     fn may_grow(&self, threads: usize) -> bool {
         let less = |left: isize| (left > 0).then(|| left - 1);
         let taken = self.budget.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok();
         if !taken && threads == 0 {
-            // It is given back when the thread ends.
+            // The thread returns it when it ends.
             self.budget.fetch_sub(1, Ordering::Relaxed);
         }
         taken || threads == 0
     }
 
-    /// No more jobs come: threads end as they find none.
+    /// Makes threads end when the queue is empty.
     pub(crate) fn close(&self) {
         lock(&self.state).closed = true;
         self.changed.notify_all();
     }
 
     fn work(&self) {
-        let mut with = (self.make)();
+        let mut handler = (self.make)();
         let mut state = lock(&self.state);
         loop {
             if let Some(Waiting { order, job }) = state.next() {
                 drop(state);
-                // What a job owes it has seen to itself; a panic is not to take the thread's place in the count with it.
-                let _ = catch_unwind(AssertUnwindSafe(|| job(&mut with)));
+                // A job sends its own reply. A panic must not end the thread, which is counted.
+                let _ = catch_unwind(AssertUnwindSafe(|| job(&mut handler)));
                 state = lock(&self.state);
                 state.orders.retain(|running| Some(*running) != order);
                 continue;
@@ -126,7 +126,7 @@ impl<H: 'static> Pool<H> {
             let (woken, waited) = self.changed.wait_timeout(state, IDLE_THREAD).unwrap_or_else(PoisonError::into_inner);
             state = woken;
             state.idle -= 1;
-            // Whatever waits behind one of its own order is for the thread that does that one.
+            // A job that waits for another one of its order is run by the thread of that one.
             if waited.timed_out() && state.waiting.is_empty() {
                 break;
             }
@@ -152,16 +152,16 @@ mod tests {
     }
 
     fn run(pool: &Arc<Pool<()>>, order: Option<u64>, job: impl FnOnce() + Send + 'static) {
-        assert!(pool.run(order, Box::new(move |()| job())).is_ok(), "a thread is to be had");
+        assert!(pool.run(order, Box::new(move |()| job())).is_ok(), "a thread can be started");
     }
 
-    /// Waits until nobody can send any more.
+    /// Waits until all senders are dropped.
     fn wait(blocked: &Mutex<Receiver<()>>) {
         let _ = lock(blocked).recv();
     }
 
     #[test]
-    fn those_that_wait_hold_up_no_others_until_the_budget_is_used_up() {
+    fn slow_jobs_delay_no_others_within_the_budget() {
         let (pool, threads, budget) = pool(3);
         let (tell, told) = channel();
         let (keep, blocked) = channel::<()>();
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_an_order_keeps_it_and_holds_up_no_others() {
+    fn jobs_keep_their_order_and_delay_no_others() {
         let (pool, threads, _) = pool(8);
         let (tell, told) = channel();
         let (keep, blocked) = channel::<()>();

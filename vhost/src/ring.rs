@@ -13,8 +13,8 @@ use crate::memory::Memory;
 pub(crate) use packed::PackedRing;
 pub(crate) use split::SplitRing;
 
-/// The addresses of a ring in the front end's own address space, as `SET_VRING_ADDR` gives them. A packed ring has
-/// the driver's event suppression structure in place of the available ring, the device's in that of the used ring.
+/// The addresses of a ring in the front end's address space, as in `SET_VRING_ADDR`. For a packed ring, `available`
+/// is the driver's event suppression structure and `used` the device's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RingAddresses {
     pub(crate) descriptors: u64,
@@ -22,7 +22,7 @@ pub(crate) struct RingAddresses {
     pub(crate) used: u64,
 }
 
-/// What a ring is like.
+/// The parameters of a ring.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RingSetup {
     pub(crate) size: u32,
@@ -32,30 +32,31 @@ pub(crate) struct RingSetup {
     pub(crate) indirect: bool,
 }
 
-/// Where a ring begins. The numbers are those of `SET_VRING_BASE`: the index of a split ring; of a packed one the
-/// available index with its wrap counter in bit 15, and above them the used ones, which some front ends leave out.
+/// Where a ring begins. The numbers are those of `SET_VRING_BASE`: the index of a split ring; for a packed ring the
+/// available index with its wrap counter in bit 15, and above them the used index and its wrap counter, which some
+/// front ends omit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Begin {
-    /// Where the front end says, unless a log of requests in flight knows better.
+    /// At the front end's base, unless there is an in-flight log.
     At(u32),
-    /// Where it stopped before under the same worker, which still has the chains that are out.
+    /// Where it stopped under the same worker, which still has the chains in flight.
     Resume(u32),
 }
 
 impl Begin {
-    /// Tells from what the front end says, and where the ring stopped under the same worker, how to go on.
+    /// Decides by the front end's base, and by where the ring stopped under the same worker.
     pub(crate) fn after(stopped_at: Option<u32>, base: u32) -> Self {
         let low = |at: u32| at & 0xffff;
         match stopped_at {
             Some(at) if at == base && base != 0 => Self::Resume(at),
-            // A front end that keeps the lower half only. Both numbers are a fresh ring's, too: then it is one.
+            // A front end that keeps only the lower half. 0 and 0x8000 may also be a new ring, and are taken for one.
             Some(at) if base >> 16 == 0 && low(at) == base && base != 0 && base != 0x8000 => Self::Resume(at),
             _ => Self::At(base),
         }
     }
 }
 
-/// Why a ring cannot be used (any more).
+/// Why a ring cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RingError {
     #[error("a queue of {0} entries: it must have up to {QUEUE_SIZE_MAX}, a power of two unless it is a packed ring")]
@@ -70,9 +71,9 @@ pub(crate) enum RingError {
     Base { base: u32, size: u16 },
     #[error("the driver's index jumped from {from} to {to} in a queue of {size}")]
     Jump { from: u16, to: u16, size: u16 },
-    #[error("the driver has more than {0} descriptors out at once, more than its queue holds")]
+    #[error("the driver has more than {0} descriptors in flight, more than its queue has")]
     Overrun(u16),
-    #[error("the driver has more than {QUEUE_SIZE_MAX} requests out at once, more than any queue holds")]
+    #[error("the driver has more than {QUEUE_SIZE_MAX} requests in flight, more than any queue has")]
     TooManyChains,
     #[error(transparent)]
     Log(#[from] LogError),
@@ -97,25 +98,25 @@ pub(crate) enum ChainError {
     IndirectUnexpected,
 }
 
-/// What [`Ring::pop`] found.
+/// The result of [`Ring::pop`].
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Popped {
-    /// Nothing waits.
+pub(crate) enum PopOutcome {
+    /// No chain is available.
     Empty,
     /// A chain.
     Chain,
-    /// A chain that makes no sense; it was given back unserved.
+    /// An invalid chain; it was returned unserved.
     Dropped(ChainError),
 }
 
-/// A virtqueue of the guest's.
+/// A virtqueue of the guest.
 #[derive(Debug)]
 pub(crate) enum Ring {
     Split(SplitRing),
     Packed(PackedRing),
 }
 
-/// Calls the method of whichever ring it is.
+/// Calls a method of either ring.
 macro_rules! either {
     ($ring:expr, $inner:ident => $call:expr) => {
         match $ring {
@@ -126,7 +127,7 @@ macro_rules! either {
 }
 
 impl Ring {
-    /// Checks and translates the ring's parts. With a log, what was in flight under the server before comes first.
+    /// Checks and translates the ring's parts. With a log, the chains in flight under the previous server come first.
     pub(crate) fn new(
         memory: Arc<Memory>,
         setup: &RingSetup,
@@ -139,8 +140,8 @@ impl Ring {
         })
     }
 
-    /// Has chains taken once more that were taken before, maybe on another host: all between where the driver's memory
-    /// says that chains are used and where the ring begins. Returns whether there are any.
+    /// Takes chains again that were taken before, maybe on another host: all between the used index in the driver's
+    /// memory and the base of the ring. Returns whether there are any.
     pub(crate) fn take_resubmitted(&mut self, heads: Vec<u16>) -> bool {
         match self {
             Self::Split(ring) => ring.take_resubmitted(heads),
@@ -152,53 +153,55 @@ impl Ring {
         either!(self, ring => ring.memory())
     }
 
-    /// Looks for chains in other memory from now on, in which the ring itself lies where it did ([`Memory::has_still`]).
+    /// Uses other memory for chains from now on, in which the ring itself has the same mapping
+    /// ([`Memory::has_same_mapping`]).
     pub(crate) fn set_memory(&mut self, memory: Arc<Memory>) {
         either!(self, ring => ring.set_memory(memory));
     }
 
-    /// Where to go on, as `GET_VRING_BASE` answers it.
+    /// Returns the base for `GET_VRING_BASE`.
     pub(crate) fn position(&self) -> u32 {
         either!(self, ring => ring.position())
     }
 
-    /// Whether chains that were in flight before us still wait to be taken again.
+    /// Whether chains that were in flight under the previous server still have to be taken.
     pub(crate) fn is_recovering(&self) -> bool {
         either!(self, ring => ring.is_recovering())
     }
 
-    /// Whether there is something to take.
+    /// Whether a chain is available.
     #[inline]
     pub(crate) fn has_available(&self) -> bool {
         either!(self, ring => ring.has_available())
     }
 
-    /// Where the driver is among what it was given back, as far as its event index tells (2.7.10, 2.8.22), if it has more
-    /// of that left to look at than waits to be taken here (`wholly`: whatever waits here), and at least `least`.
+    /// Returns the driver's position in the used ring, as far as its event index shows it (2.7.10, 2.8.22), if it has
+    /// at least `least` completions to process, and more than chains are available here (`wholly`: any number).
     #[inline]
     pub(crate) fn lags_at(&self, least: u16, wholly: bool) -> Option<u16> {
         either!(self, ring => ring.lags_at(least, wholly))
     }
 
-    /// Takes the next chain. `chain` is left empty unless there is one.
+    /// Takes the next chain. `chain` is empty if there is none.
     #[inline]
-    pub(crate) fn pop(&mut self, chain: &mut Chain) -> Result<Popped, RingError> {
+    pub(crate) fn pop(&mut self, chain: &mut Chain) -> Result<PopOutcome, RingError> {
         either!(self, ring => ring.pop(chain))
     }
 
-    /// Gives a chain back, with the number of bytes written to it. The driver sees it after [`Self::publish`].
+    /// Adds a chain to the used ring, with the number of bytes written to it. The driver sees it after
+    /// [`Self::publish`].
     #[inline]
     pub(crate) fn push(&mut self, chain: &Chain, written: u32) {
         either!(self, ring => ring.push(chain, written));
     }
 
-    /// Shows the driver all chains given back. Returns whether it wants to be signalled.
+    /// Publishes all added chains. Returns whether to signal the driver.
     #[inline]
     pub(crate) fn publish(&mut self) -> bool {
         either!(self, ring => ring.publish())
     }
 
-    /// Asks the driver to kick (or not) when something is available. Returns whether something is already.
+    /// Enables or disables kicks. Returns whether a chain is already available.
     #[inline]
     pub(crate) fn want_kicks(&mut self, wanted: bool) -> bool {
         either!(self, ring => ring.want_kicks(wanted))

@@ -1,4 +1,4 @@
-//! Listening for front ends.
+//! Listens for front ends and serves one at a time.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,10 +15,12 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::Device;
 use crate::channel::{self, Channel, has_left};
-use crate::connection::{Connection, Inherited};
-use crate::persistent_connection::{self, ConnectionStore, LostError, PersistentConnection, Records, StoredConnection};
+use crate::connection::{Connection, TakeoverStage};
+use crate::persistent_connection::{
+    self, ConnectionStore, InheritedConnection, LostError, PersistentConnection, Records,
+};
 
-/// Why a device cannot be served: a thread or descriptor cannot be had.
+/// Why a device cannot be served: no thread or descriptor is left.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot start serving: {0}")]
 pub struct ServerError(io::Error);
@@ -28,10 +30,10 @@ pub struct ServerError(io::Error);
 pub struct Server {
     stop: Arc<Stop>,
     thread: Option<JoinHandle<()>>,
-    ended: Ended,
+    ended: EndSignal,
 }
 
-/// Tells whether a front end is connected to a server.
+/// Reports whether a front end is connected to a server.
 #[derive(Clone, Debug)]
 pub struct FrontEnd(Weak<Stop>);
 
@@ -43,19 +45,19 @@ impl FrontEnd {
     }
 }
 
-/// Tells when a server serves nobody any more.
+/// Signals that the server has ended.
 #[derive(Clone, Debug, Default)]
-pub struct Ended(Arc<(Mutex<bool>, Condvar)>);
+pub struct EndSignal(Arc<(Mutex<bool>, Condvar)>);
 
-impl Ended {
-    /// Waits for that.
+impl EndSignal {
+    /// Waits for the end.
     pub fn wait(&self) {
         let (ended, changed) = &*self.0;
         let ended = lock(ended);
         drop(changed.wait_while(ended, |ended| !*ended));
     }
 
-    fn say(&self) {
+    fn notify(&self) {
         let (ended, changed) = &*self.0;
         *lock(ended) = true;
         changed.notify_all();
@@ -68,13 +70,13 @@ const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 #[derive(Debug)]
 struct Stop {
     event: OwnedFd,
-    /// The front end that is connected now, and whether its connection is stored.
+    /// The connected front end, and whether its connection is stored.
     stream: Mutex<Option<(UnixStream, bool)>>,
-    /// The front end had gone before it was time to stop, or is to be let go for good.
+    /// The front end had gone before the stop, or must be disconnected for good.
     had_left: AtomicBool,
-    /// There is no next server: nothing is left to it.
+    /// There is no next server.
     for_good: AtomicBool,
-    /// How to reach the front end unasked.
+    /// The back-end channel.
     channel: Channel,
 }
 
@@ -93,19 +95,19 @@ impl Server {
             channel: Channel::default(),
         });
         let (mine, device) = (Arc::clone(&stop), Arc::new(device));
-        let ended = Ended::default();
+        let ended = EndSignal::default();
         let over = ended.clone();
         let serve = move || {
             serve(&listener, &device, &mine);
-            over.say();
+            over.notify();
         };
         let thread = std::thread::Builder::new().name(name.into()).spawn(serve).map_err(ServerError)?;
         Ok(Self { stop, thread: Some(thread), ended })
     }
 
-    /// For whoever waits until there is nobody to serve any more: after [`Self::stop`], or when the only front end of a
-    /// device that [serves once](Device::serves_once) has gone, or when the socket is lost.
-    pub fn ended(&self) -> Ended {
+    /// Returns a signal of the end: after [`Self::stop`], when the only front end of a device that [serves
+    /// once](Device::serves_once) has gone, or when the socket is lost.
+    pub fn ended(&self) -> EndSignal {
         self.ended.clone()
     }
 
@@ -114,18 +116,18 @@ impl Server {
         FrontEnd(Arc::downgrade(&self.stop))
     }
 
-    /// Tells the front end, as soon as it can be told, that the configuration space has changed.
+    /// Notifies the front end, as soon as possible, that the configuration space has changed.
     pub fn config_changed(&self) {
         self.stop.channel.config_changed();
     }
 
-    /// Stops taking requests, ends those that were taken, and lets go of the front end, unless its connection
+    /// Stops taking requests, completes those that were taken, and disconnects the front end, unless its connection
     /// [is stored](Device::connection_store) for the next server.
     pub fn stop(mut self) {
         self.stop_and_join(false);
     }
 
-    /// The same where there is no next server: the front end is let go, and nothing is kept for it.
+    /// Stops without a next server: disconnects the front end, and stores nothing for it.
     pub fn stop_for_good(mut self) {
         self.stop_and_join(true);
     }
@@ -140,7 +142,7 @@ impl Server {
         if let Some((stream, is_stored)) = stream.as_ref()
             && (for_good || !is_stored)
         {
-            // It may have gone by itself.
+            // The front end may have disconnected.
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
         drop(stream);
@@ -156,42 +158,42 @@ impl Drop for Server {
     }
 }
 
-/// What came while the server waited for a front end.
-enum Accepted {
+/// The outcome of waiting for a front end.
+enum AcceptOutcome {
     FrontEnd(UnixStream),
-    /// None did within the time.
-    Nobody,
-    /// It is time to stop.
+    /// None connected in time.
+    TimedOut,
+    /// The server stops.
     Stop,
 }
 
 impl Stop {
-    /// Waits for a front end, until `last` if there is one.
+    /// Waits for a front end, until `last` if set.
     fn accept(
         &self,
         listener: &UnixListener,
         last: Option<Instant>,
         ratelimited_log: &RatelimitedLog,
-    ) -> io::Result<Accepted> {
+    ) -> io::Result<AcceptOutcome> {
         loop {
             let mut fds =
                 [PollFd::new(&self.event, PollFlags::IN), PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
             let left = last.map(|last| Timespec::try_from(last.saturating_duration_since(Instant::now())));
             match poll(&mut fds, left.transpose().map_err(io::Error::other)?.as_ref()) {
-                Ok(0) => return Ok(Accepted::Nobody),
+                Ok(0) => return Ok(AcceptOutcome::TimedOut),
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(error) => return Err(error.into()),
             }
             if !fds[0].revents().is_empty() {
-                return Ok(Accepted::Stop);
+                return Ok(AcceptOutcome::Stop);
             }
             match listener.accept() {
-                Ok((stream, _)) => return Ok(Accepted::FrontEnd(stream)),
+                Ok((stream, _)) => return Ok(AcceptOutcome::FrontEnd(stream)),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
-                    // Most likely out of descriptors: that passes.
+                    // Most likely out of descriptors, which is temporary.
                     ratelimited_log.error(format_args!("cannot accept a front end: {error}"));
                     std::thread::sleep(std::time::Duration::from_millis(100));
                 }
@@ -199,7 +201,7 @@ impl Stop {
         }
     }
 
-    /// Whether nobody waits for an answer any more.
+    /// Whether the server stops or the front end has hung up, so that no reply is needed.
     fn is_over(&self) -> bool {
         self.is_set() || lock(&self.stream).as_ref().is_some_and(|(stream, _)| has_left(stream))
     }
@@ -211,27 +213,29 @@ impl Stop {
 }
 
 fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
-    // All front ends have them together: whoever comes again and again is not heard more often.
+    // All front ends share one limit, so that reconnecting does not raise it.
     let ratelimited_log = Arc::<RatelimitedLog>::default();
     let store = device.connection_store();
     let mut left = store.as_ref().and_then(take_over);
-    // The front end of the guest that was here before may connect again.
+    // The front end of the previous guest may reconnect.
     let timeout = store.filter(|_| left.is_none()).and_then(|store| store.reconnect_timeout());
     let mut awaited = timeout.map(|timeout| Instant::now() + timeout);
-    let forget = || Connection::new(Arc::clone(device), Arc::clone(&ratelimited_log)).gone();
+    let release = || Connection::new(Arc::clone(device), Arc::clone(&ratelimited_log)).gone();
     loop {
         let conversation = match left.take() {
             Some(conversation) => conversation,
             None => match stop.accept(listener, awaited, &ratelimited_log) {
-                Ok(Accepted::FrontEnd(stream)) => begin(stream, device.connection_store()),
-                Ok(Accepted::Nobody) => {
-                    tracing::info!("the guest that was here before is gone: its files and locks are given back");
+                Ok(AcceptOutcome::FrontEnd(stream)) => begin(stream, device.connection_store()),
+                Ok(AcceptOutcome::TimedOut) => {
+                    tracing::info!("the previous guest is gone: releasing its files and locks");
                     awaited = None;
-                    forget();
+                    release();
                     continue;
                 }
-                Ok(Accepted::Stop) if awaited.is_some() && stop.for_good.load(Ordering::Relaxed) => return forget(),
-                Ok(Accepted::Stop) => return,
+                Ok(AcceptOutcome::Stop) if awaited.is_some() && stop.for_good.load(Ordering::Relaxed) => {
+                    return release();
+                }
+                Ok(AcceptOutcome::Stop) => return,
                 Err(error) => {
                     tracing::error!("the socket is lost: {error}");
                     return;
@@ -255,15 +259,15 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
     }
 }
 
-/// A front end, and where its connection is stored with what it said to the server before.
+/// A front end, and the store of its connection with the recorded messages.
 struct Conversation {
     stream: UnixStream,
     stored: Option<(Arc<dyn ConnectionStore>, Records)>,
 }
 
-/// Takes up the connection that the server before has left, unless the front end has hung up meanwhile: then it may come again.
+/// Takes over the connection that the previous server left, unless the front end has hung up: then it may reconnect.
 fn take_over(store: &Arc<dyn ConnectionStore>) -> Option<Conversation> {
-    let StoredConnection { socket, records } = store.take()?;
+    let InheritedConnection { socket, records } = store.take()?;
     let stream = UnixStream::from(socket);
     if has_left(&stream) {
         tracing::debug!("the front end hung up while there was no server");
@@ -278,14 +282,14 @@ fn begin(stream: UnixStream, store: Option<Arc<dyn ConnectionStore>>) -> Convers
     let store = store.filter(|store| match store.put(stream.as_fd()) {
         Ok(()) => true,
         Err(error) => {
-            tracing::error!("should this server end, its guest is lost unless its VMM connects again: {error}");
+            tracing::error!("a restart of this server will lose its guest unless the VMM reconnects: {error}");
             false
         }
     });
     Conversation { stream, stored: store.map(|store| (store, Records::new())) }
 }
 
-/// Speaks with one front end until it goes or says something that cannot be.
+/// Serves one front end until it disconnects or sends an invalid message.
 fn converse<D: Device>(
     device: &Arc<D>,
     Conversation { stream, stored }: Conversation,
@@ -294,14 +298,14 @@ fn converse<D: Device>(
 ) {
     let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device), Arc::clone(ratelimited_log))));
     let outcome = match &stored {
-        Some((store, records)) => listen_lasting(&**device, (stream, store, records), &connection, stop),
+        Some((store, records)) => listen_persistent(&**device, (stream, store, records), &connection, stop),
         None => listen(&**device, stream, &connection, stop),
     };
     if let Err(error) = outcome {
-        ratelimited_log.error(format_args!("the front end is let go: {error}"));
+        ratelimited_log.error(format_args!("disconnecting the front end: {error}"));
     }
     if !stop.is_set() || stop.had_left.load(Ordering::Relaxed) {
-        // First: what is forgotten then would be missed by whoever takes the connection over.
+        // End the store first: the next server must not take over a connection whose state was released.
         if let Some((store, _)) = stored {
             store.end();
         }
@@ -309,10 +313,10 @@ fn converse<D: Device>(
     }
 }
 
-/// Why a front end is let go.
+/// Why a front end is disconnected.
 #[derive(Debug, thiserror::Error)]
-enum ReleasedConnection {
-    #[error("there is no descriptor left: {0}")]
+enum ConnectionError {
+    #[error("no descriptor is left: {0}")]
     Descriptors(io::Error),
     #[error(transparent)]
     Message(Error),
@@ -320,17 +324,17 @@ enum ReleasedConnection {
     Lost(#[from] LostError),
 }
 
-/// What became of a message.
+/// The outcome of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Received {
+enum MessageOutcome {
     Done,
-    /// It was refused, and the front end told, if it asked to be; what it does next is up to it.
+    /// It was refused; the front end was told if it requested a reply. The connection stays.
     Refused,
-    /// The front end hung up.
+    /// The front end disconnected.
     Over,
 }
 
-/// Reads messages from a socket, and answers them there.
+/// Reads messages from a socket, and replies to them there.
 struct Listener<'a, D: Device> {
     requests: BackendReqHandler<Mutex<Connection<D>>>,
     ours: UnixStream,
@@ -345,18 +349,18 @@ impl<'a, D: Device> Listener<'a, D> {
         stream: UnixStream,
         connection: &'a Arc<Mutex<Connection<D>>>,
         stop: &'a Stop,
-    ) -> Result<Self, ReleasedConnection> {
-        let ours = stream.try_clone().map_err(ReleasedConnection::Descriptors)?;
+    ) -> Result<Self, ConnectionError> {
+        let ours = stream.try_clone().map_err(ConnectionError::Descriptors)?;
         let requests = BackendReqHandler::from_stream(stream, Arc::clone(connection));
         let takes_channel = device.changes_config() || device.window_bytes().is_some();
         Ok(Self { requests, ours, connection, stop, takes_channel })
     }
 
-    /// Waits for a message, and acts upon it.
-    fn hear(&mut self) -> Result<Received, ReleasedConnection> {
+    /// Waits for a message and executes it.
+    fn handle_message(&mut self) -> Result<MessageOutcome, ConnectionError> {
         if !channel::wait_for_descriptors(&self.ours, || self.stop.is_over()) {
-            // What was not read stays for the next server.
-            return if self.stop.is_set() { Err(LostError::Stopped.into()) } else { Ok(Received::Over) };
+            // Unread messages stay for the next server.
+            return if self.stop.is_set() { Err(LostError::Stopped.into()) } else { Ok(MessageOutcome::Over) };
         }
         let taken = channel::take(&self.ours, self.takes_channel, || lock(self.connection).acknowledges());
         let outcome = match taken {
@@ -369,13 +373,13 @@ impl<'a, D: Device> Listener<'a, D> {
             Err(error) => Err(error),
         };
         match outcome {
-            Ok(()) => Ok(Received::Done),
-            Err(Error::Disconnected | Error::PartialMessage) => Ok(Received::Over),
+            Ok(()) => Ok(MessageOutcome::Done),
+            Err(Error::Disconnected | Error::PartialMessage) => Ok(MessageOutcome::Over),
             Err(error @ (Error::ReqHandlerError(_) | Error::InvalidOperation(_))) => {
                 lock(self.connection).refuses(&error);
-                Ok(Received::Refused)
+                Ok(MessageOutcome::Refused)
             }
-            Err(error) => Err(ReleasedConnection::Message(error)),
+            Err(error) => Err(ConnectionError::Message(error)),
         }
     }
 }
@@ -385,58 +389,59 @@ fn listen<D: Device>(
     stream: UnixStream,
     connection: &Arc<Mutex<Connection<D>>>,
     stop: &Stop,
-) -> Result<(), ReleasedConnection> {
+) -> Result<(), ConnectionError> {
     let mut listener = Listener::new(device, stream, connection, stop)?;
     loop {
-        match listener.hear() {
-            Ok(Received::Over) | Err(ReleasedConnection::Lost(LostError::Stopped)) => return Ok(()),
-            Ok(Received::Done | Received::Refused) => {}
+        match listener.handle_message() {
+            Ok(MessageOutcome::Over) | Err(ConnectionError::Lost(LostError::Stopped)) => return Ok(()),
+            Ok(MessageOutcome::Done | MessageOutcome::Refused) => {}
             Err(error) => return Err(error),
         }
     }
 }
 
-/// The same on a connection that no end of this server closes.
-fn listen_lasting<D: Device>(
+/// Serves a persistent connection.
+fn listen_persistent<D: Device>(
     device: &D,
     (stream, store, records): (UnixStream, &Arc<dyn ConnectionStore>, &Records),
     connection: &Arc<Mutex<Connection<D>>>,
     stop: &Stop,
-) -> Result<(), ReleasedConnection> {
-    let (near, far) = UnixStream::pair().map_err(ReleasedConnection::Descriptors)?;
+) -> Result<(), ConnectionError> {
+    let (near, far) = UnixStream::pair().map_err(ConnectionError::Descriptors)?;
     let mut listener = Listener::new(device, far, connection, stop)?;
-    let mut lasting = PersistentConnection::new(stream, near, Arc::clone(store), records);
+    let mut connection_log = PersistentConnection::new(stream, near, Arc::clone(store), records);
     for (key, (bytes, files)) in records {
-        lock(listener.connection).taking_over(Inherited::Now { later: persistent_connection::was_added(*key) });
-        lasting.forward(bytes, files)?;
-        let heard = match listener.hear() {
-            Err(ReleasedConnection::Lost(LostError::Stopped)) => return Ok(()),
-            heard => heard?,
+        lock(listener.connection)
+            .taking_over(TakeoverStage::Replaying { later: persistent_connection::was_added(*key) });
+        connection_log.forward(bytes, files)?;
+        let outcome = match listener.handle_message() {
+            Err(ConnectionError::Lost(LostError::Stopped)) => return Ok(()),
+            outcome => outcome?,
         };
-        if heard != Received::Done {
+        if outcome != MessageOutcome::Done {
             tracing::warn!("cannot replay the recorded front-end message {key:#x}");
         }
-        lasting.reply()?;
+        connection_log.reply()?;
     }
     if !records.is_empty() {
-        lock(listener.connection).taking_over(Inherited::Done);
+        lock(listener.connection).taking_over(TakeoverStage::Done);
         tracing::debug!("a front end was taken over");
     }
     loop {
-        let message = match lasting.next(&stop.event) {
+        let message = match connection_log.next(&stop.event) {
             Ok(message) => message,
             Err(LostError::HungUp | LostError::Stopped) => return Ok(()),
             Err(error) => return Err(error.into()),
         };
-        lasting.record_before(&message)?;
+        connection_log.record_before(&message)?;
         let runs = lock(listener.connection).runs();
-        let heard = listener.hear();
-        if let Err(ReleasedConnection::Lost(LostError::Stopped)) = heard {
+        let outcome = listener.handle_message();
+        if let Err(ConnectionError::Lost(LostError::Stopped)) = outcome {
             return Ok(());
         }
-        let reply = lasting.reply()?;
-        lasting.record_base(lock(listener.connection).resting())?;
-        lasting.commit(&message, &reply, (matches!(heard, Ok(Received::Done)), runs))?;
-        heard?;
+        let reply = connection_log.reply()?;
+        connection_log.record_base(lock(listener.connection).stopped_queues())?;
+        connection_log.commit(&message, &reply, (matches!(outcome, Ok(MessageOutcome::Done)), runs))?;
+        outcome?;
     }
 }

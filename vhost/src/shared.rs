@@ -1,16 +1,16 @@
-//! Memory that others read and write at the same time: rings, and the log of requests in flight.
+//! Memory that other processes access concurrently: rings, and the in-flight log.
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-/// A piece of shared memory, read and written in whole little-endian numbers only. What the other side does to it
-/// meanwhile can give a wrong number, never anything worse.
+/// A piece of shared memory, accessed as whole little-endian numbers. Concurrent writes of the other side can give a
+/// wrong number, nothing worse.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cells {
     start: *mut u8,
     bytes: usize,
 }
 
-// SAFETY: whoever holds it keeps the memory mapped (`new`), on any thread, and all access is atomic.
+// SAFETY: the holder keeps the memory mapped (`new`), on any thread, and all access is atomic.
 unsafe impl Send for Cells {}
 
 macro_rules! cells {
@@ -34,15 +34,15 @@ macro_rules! cells {
 }
 
 impl Cells {
-    /// The `bytes` bytes from `start` on.
+    /// Wraps the `bytes` bytes from `start` on.
     ///
     /// # Safety
-    /// They must stay mapped while this or a copy is used, and others must access them as shared memory, too.
+    /// They must stay mapped while this or a copy is used, and all other accesses must treat them as shared memory.
     pub(crate) unsafe fn new(start: *mut u8, bytes: usize) -> Self {
         Self { start, bytes }
     }
 
-    /// The whole of it, for a bulk copy by somebody else.
+    /// Returns the start, for a bulk copy by the caller.
     pub(crate) fn start(&self) -> *mut u8 {
         self.start
     }
@@ -60,7 +60,7 @@ impl Cells {
     cells!(u64, AtomicU64, load_u64, store_u64);
 }
 
-/// Ends the program, as far as a test is concerned, before any chosen store.
+/// Simulates the end of the program before any chosen store.
 #[cfg(test)]
 pub(crate) mod crash {
     use std::cell::Cell;
@@ -81,7 +81,7 @@ pub(crate) mod crash {
         }
     }
 
-    /// Runs `action` up to the store after the first `stores`. `None`: it did not get to its end.
+    /// Runs `action` up to the store after the first `stores`. `None`: it did not finish.
     pub(crate) fn after<T>(stores: usize, action: impl FnOnce() -> T) -> Option<T> {
         LEFT.set(Some(stores));
         let outcome = catch_unwind(AssertUnwindSafe(action));

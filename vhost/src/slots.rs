@@ -6,29 +6,29 @@ use std::sync::Arc;
 use crate::chain::Chain;
 use crate::memory::Memory;
 
-/// A chain whose answer is still to come, with the memory that it lies in.
+/// A chain that is being served, with the memory that it lies in.
 struct Busy {
     queue: usize,
     chain: Chain,
     memory: Arc<Memory>,
     parked: bool,
-    /// Another thread has the chain; this is a stub.
+    /// Another thread has the chain; `chain` is a stub.
     away: bool,
 }
 
 struct Slot {
-    /// Tells the chains apart that had this slot one after another.
+    /// Distinguishes the successive chains of this slot.
     generation: u32,
     busy: Option<Busy>,
 }
 
-/// Chains by token: a slot's number and its generation, so that a late message does not find another's chain.
+/// Chains by token: a slot's number and its generation, so that a late message does not find another chain.
 pub(crate) struct Slots<M> {
     slots: Vec<Slot>,
     free: Vec<u32>,
     busy: usize,
     parked: usize,
-    /// Replies that chains are still to be answered with, in the order in which they came.
+    /// Replies that are not delivered yet, in the order in which they came.
     replies: VecDeque<(u64, M)>,
 }
 
@@ -39,7 +39,7 @@ impl<M> Default for Slots<M> {
 }
 
 impl<M> Slots<M> {
-    /// The token that the next [`Self::put`] will use.
+    /// Returns the token that the next [`Self::put`] will use.
     pub(crate) fn next_token(&mut self) -> u64 {
         let index = match self.free.last() {
             Some(index) => *index,
@@ -53,19 +53,19 @@ impl<M> Slots<M> {
         u64::from(self.slots[index as usize].generation) << 32 | u64::from(index)
     }
 
-    /// Keeps a chain of a queue under the token last given.
+    /// Stores a chain of a queue under the last returned token.
     pub(crate) fn put(&mut self, queue: usize, chain: Chain, memory: &Arc<Memory>, parked: bool) {
         let memory = Arc::clone(memory);
-        self.keep(Busy { queue, chain, memory, parked, away: false });
+        self.insert(Busy { queue, chain, memory, parked, away: false });
     }
 
-    /// Keeps a stub, while another thread has the chain.
+    /// Stores a stub while another thread has the chain.
     pub(crate) fn put_away(&mut self, queue: usize, stub: Chain, memory: &Arc<Memory>) {
         let memory = Arc::clone(memory);
-        self.keep(Busy { queue, chain: stub, memory, parked: false, away: true });
+        self.insert(Busy { queue, chain: stub, memory, parked: false, away: true });
     }
 
-    fn keep(&mut self, busy: Busy) {
+    fn insert(&mut self, busy: Busy) {
         let Some(index) = self.free.pop() else { return };
         self.busy += 1;
         self.parked += usize::from(busy.parked);
@@ -78,19 +78,20 @@ impl<M> Slots<M> {
         slot.busy.as_mut()
     }
 
-    /// The chain is back, and its reply is still to come.
+    /// Replaces a stub by its chain, which is still being served.
     pub(crate) fn fill(&mut self, token: u64, chain: Chain, parked: bool) {
         let Some(busy) = self.busy_mut(token) else { return };
         (busy.chain, busy.parked, busy.away) = (chain, parked, false);
         self.parked += usize::from(parked);
     }
 
-    /// A reply came for the chain of this token.
+    /// Adds a reply for the chain of this token.
     pub(crate) fn add_reply(&mut self, token: u64, reply: M) {
         self.replies.push_back((token, reply));
     }
 
-    /// Takes the next reply. One whose chain another thread still has holds up later ones, which may answer its flushes.
+    /// Takes the next reply. A reply whose chain another thread still has delays later ones, which may belong to its
+    /// flushes.
     pub(crate) fn next_reply(&mut self) -> Option<(u64, M)> {
         let (token, _) = self.replies.front()?;
         if self.busy(*token).is_some_and(|busy| busy.away) {
@@ -99,12 +100,12 @@ impl<M> Slots<M> {
         self.replies.pop_front()
     }
 
-    /// The memory that a token's chain lies in, if it is still there.
+    /// Returns the memory that a token's chain lies in, if the chain is still here.
     pub(crate) fn memory(&self, token: u64) -> Option<&Arc<Memory>> {
         self.busy(token).map(|busy| &busy.memory)
     }
 
-    /// The queue of a token's chain, if it is still there.
+    /// Returns the queue of a token's chain, if it is still here.
     pub(crate) fn queue(&self, token: u64) -> Option<usize> {
         self.busy(token).map(|busy| busy.queue)
     }
@@ -115,7 +116,8 @@ impl<M> Slots<M> {
         slot.busy.as_ref()
     }
 
-    /// Takes the chain of a token, if it is still there, and tells its queue. The memory that it lies in may be nobody else's by now.
+    /// Removes the chain of a token, if it is still here; returns its queue, the chain, and its memory, which may
+    /// have no other owner.
     pub(crate) fn take(&mut self, token: u64) -> Option<(usize, Chain, Arc<Memory>)> {
         let index = usize::try_from(token & u64::from(u32::MAX)).ok()?;
         let slot = self.slots.get_mut(index).filter(|slot| u64::from(slot.generation) == token >> 32)?;
@@ -127,7 +129,7 @@ impl<M> Slots<M> {
         Some((busy.queue, busy.chain, busy.memory))
     }
 
-    /// Forgets the parked chains of a queue: its ring is gone.
+    /// Drops the parked chains of a queue whose ring is gone.
     pub(crate) fn drop_parked(&mut self, queue: usize) {
         for index in 0..self.slots.len() {
             let slot = &self.slots[index];
@@ -137,14 +139,14 @@ impl<M> Slots<M> {
         }
     }
 
-    /// The numbers of a queue's chains that are being served.
+    /// Returns the ids of a queue's chains that are being served.
     pub(crate) fn of_queue(&self, queue: usize) -> impl Iterator<Item = u16> {
         let busy = self.slots.iter().filter_map(|slot| slot.busy.as_ref());
         busy.filter(move |busy| busy.queue == queue).map(|busy| busy.chain.id)
     }
 
-    /// Chains that will be answered without anybody else's doing.
-    pub(crate) fn moving(&self) -> usize {
+    /// Returns the number of chains that will complete without an external event.
+    pub(crate) fn active(&self) -> usize {
         self.busy - self.parked
     }
 }
@@ -166,7 +168,7 @@ mod tests {
         let first = put(&mut slots, 7, 1, false);
         let second = put(&mut slots, 7, 2, true);
         let other = put(&mut slots, 8, 9, true);
-        assert_eq!((slots.moving(), slots.queue(second)), (1, Some(7)));
+        assert_eq!((slots.active(), slots.queue(second)), (1, Some(7)));
         assert_eq!(head(slots.take(first)), Some((7, 1)));
         assert_eq!((head(slots.take(first)), slots.queue(first)), (None, None));
         let third = put(&mut slots, 7, 3, false);
@@ -176,7 +178,7 @@ mod tests {
         assert!(slots.take(second).is_none());
         assert_eq!(head(slots.take(third)), Some((7, 3)));
         assert_eq!(head(slots.take(other)), Some((8, 9)));
-        assert_eq!((slots.moving(), slots.busy), (0, 0));
+        assert_eq!((slots.active(), slots.busy), (0, 0));
     }
 
     #[test]
@@ -188,18 +190,18 @@ mod tests {
         slots.put_away(3, chain(5), &memory);
         let here = slots.next_token();
         slots.put(3, chain(6), &memory, true);
-        assert_eq!((slots.moving(), slots.of_queue(3).collect::<Vec<_>>()), (1, vec![5, 6]));
+        assert_eq!((slots.active(), slots.of_queue(3).collect::<Vec<_>>()), (1, vec![5, 6]));
         slots.add_reply(away, "reply");
-        slots.add_reply(here, "answer to its flush");
+        slots.add_reply(here, "reply to its flush");
         assert_eq!(slots.next_reply(), None);
         slots.fill(away, chain(5), true);
-        assert_eq!((slots.moving(), slots.busy), (0, 2), "it is parked");
+        assert_eq!((slots.active(), slots.busy), (0, 2), "it is parked");
         assert_eq!(slots.next_reply(), Some((away, "reply")));
-        assert_eq!(slots.next_reply(), Some((here, "answer to its flush")));
+        assert_eq!(slots.next_reply(), Some((here, "reply to its flush")));
         assert_eq!(slots.next_reply(), None);
         assert!(slots.take(away).is_some() && slots.take(here).is_some());
         slots.add_reply(away, "late");
-        assert_eq!(slots.next_reply(), Some((away, "late")), "nobody waits for a chain that is gone");
+        assert_eq!(slots.next_reply(), Some((away, "late")), "a reply without a chain is not delayed");
         assert_eq!(slots.busy, 0);
     }
 }

@@ -17,19 +17,19 @@ use rustix::fs::{
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// Whoever may connect acts with the server's rights, so that is its user alone, until the user says otherwise.
+/// A client acts with the server's rights, so by default only its user may connect.
 const MODE: Mode = Mode::from_raw_mode(0o600);
-/// The same for a group as well.
+/// The mode of a socket that a group may also use.
 const MODE_OF_GROUP: Mode = Mode::from_raw_mode(0o660);
-/// One VMM at a time is served; others wait here.
+/// Connections that wait while another VMM is served.
 const BACKLOG: i32 = 16;
-/// How long a server that holds a connection may take to end it, if it is dying.
+/// How long a dying server may take to close a connection.
 const DYING: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 /// The longest path that an address of a unix socket holds, in bytes (unix(7)).
 const PATH_BYTES_MAX: usize = 107;
 /// The longest name that fits behind `/proc/self/fd/`, the number of a descriptor, and a slash.
 const SHOWN_BYTES_MAX: usize = PATH_BYTES_MAX - 25;
-/// How many names are tried for a folder of our own. They are random, so a second one is hardly ever needed.
+/// Attempts to find a free name for the private folder. Names are random, so a second attempt is rarely needed.
 const NAMES_MAX: usize = 8;
 
 /// Why there is no socket.
@@ -41,16 +41,16 @@ pub enum SocketError {
     /// The folder is missing.
     #[error("the folder of the socket {path} does not exist; create it first", path = .0.display())]
     NoFolder(PathBuf),
-    /// The folder is not for us to write to.
+    /// The folder is not writable.
     #[error("no permission to create the socket {path}; choose a folder that you may write to", path = .0.display())]
     Permission(PathBuf),
-    /// Something else is there.
+    /// Another kind of file is there.
     #[error("{path} exists and is not a socket; choose another path or remove it", path = .0.display())]
     NotASocket(PathBuf),
-    /// Somebody else is listening.
+    /// Another process is listening.
     #[error("the socket {path} is in use by a running server; choose another path or stop that server", path = .0.display())]
     InUse(PathBuf),
-    /// The group cannot have it.
+    /// The group cannot be set.
     #[error("cannot give {path} to the group {gid}: {reason}", path = .path.display())]
     Group {
         /// The socket's path.
@@ -60,7 +60,7 @@ pub enum SocketError {
         /// The system's reason.
         reason: io::Error,
     },
-    /// Anything else.
+    /// Another error.
     #[error("cannot listen on {path}: {reason}", path = .path.display())]
     System {
         /// The socket's path.
@@ -70,28 +70,29 @@ pub enum SocketError {
     },
 }
 
-/// A listening socket that only this user may connect to, or a group as well, and that takes its file along when it goes.
+/// A listening socket that only this user, or a group as well, may connect to. Its file is removed on drop.
 #[derive(Debug)]
 pub struct Socket {
     listener: UnixListener,
     path: PathBuf,
-    /// Device and inode number of its file: by then somebody else's may be in its place. `None` if another process removes it.
+    /// Device and inode number of its file, which may have been replaced by then. `None` if another process removes
+    /// it.
     file: Option<(u64, u64)>,
 }
 
 impl Socket {
-    /// Listens on a path, for this user alone. A socket file that nobody listens on any more is replaced.
+    /// Listens on a path, for this user alone. A stale socket file is replaced.
     ///
     /// # Errors
-    /// [`SocketError`]: a sentence with the path and what to do.
+    /// [`SocketError`]: a sentence with the path and a remedy.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         Self::bind_for(path, None)
     }
 
-    /// The same for a group as well, by its number.
+    /// Listens on a path, for this user and a group, by its number.
     ///
     /// # Errors
-    /// [`SocketError`]: a sentence with the path and what to do.
+    /// [`SocketError`]: a sentence with the path and a remedy.
     pub fn bind_for(path: &Path, gid: Option<u32>) -> Result<Self, SocketError> {
         if path.as_os_str().len() > PATH_BYTES_MAX {
             return Err(SocketError::TooLong(path.into()));
@@ -121,7 +122,7 @@ impl Socket {
         Ok(Self { listener, path: path.into(), file })
     }
 
-    /// Makes this process the one that serves the socket, in the place of the one that made it, which removes the file.
+    /// Makes this process the server of the socket, in place of the one that created it, which removes the file.
     ///
     /// # Errors
     /// [`SocketError::System`]: listen(2) was refused.
@@ -130,15 +131,15 @@ impl Socket {
         rustix::net::listen(&self.listener, BACKLOG).map_err(|errno| system(&self.path, errno))
     }
 
-    /// Leaves the file to another process, which has the socket, too.
+    /// Leaves the removal of the file to another process, which also has the socket.
     pub fn leave_file(&mut self) {
         self.file = None;
     }
 
-    /// The socket, for a server.
+    /// Returns a copy of the socket, for a server.
     ///
     /// # Errors
-    /// [`SocketError::System`]: there is no descriptor left.
+    /// [`SocketError::System`]: no descriptor is left.
     pub fn listener(&self) -> Result<UnixListener, SocketError> {
         let cloned = self.listener.try_clone();
         cloned.map_err(|reason| SocketError::System { path: self.path.clone(), reason })
@@ -149,7 +150,7 @@ impl Drop for Socket {
     fn drop(&mut self) {
         let found = statat(CWD, &self.path, AtFlags::SYMLINK_NOFOLLOW);
         if self.file.is_some() && found.is_ok_and(|now| Some(identity(&now)) == self.file) {
-            // Left behind it is only stale, and replaced next time.
+            // A stale file is replaced next time.
             let _ = unlinkat(CWD, &self.path, AtFlags::empty());
         }
     }
@@ -163,12 +164,12 @@ fn identity(stat: &Stat) -> (u64, u64) {
     (stat.st_dev, stat.st_ino)
 }
 
-/// Where the kernel finds what a descriptor is of.
+/// Returns the path by which the kernel finds the file of a descriptor.
 fn place(fd: BorrowedFd<'_>) -> PathBuf {
     Path::new("/proc/self/fd").join(fd.as_raw_fd().to_string())
 }
 
-/// A folder that only this user may enter, in the folder of the socket's path. It is removed when this is dropped.
+/// A folder that only this user may enter, in the folder of the socket's path; removed on drop.
 struct PrivateFolder<'a> {
     parent: BorrowedFd<'a>,
     name: String,
@@ -187,7 +188,7 @@ impl<'a> PrivateFolder<'a> {
         let name = made.next().unwrap_or(Err(Errno::EXIST))?;
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let folder = openat(parent, &name, flags, Mode::empty())?;
-        // Lists of sockets show the name at bind, so it is the final one if that fits.
+        // Tools show the name at bind, so the final name is used if it fits.
         let socket = if socket.len() <= SHOWN_BYTES_MAX { socket } else { OsStr::new("s") };
         let made = Self { parent, name, folder, socket };
         // A user who can rename files in the parent may have put another folder there.
@@ -196,7 +197,7 @@ impl<'a> PrivateFolder<'a> {
         if is_private { Ok(made) } else { Err(Errno::PERM) }
     }
 
-    /// Makes the socket, for this user alone.
+    /// Creates the socket, for this user alone.
     fn listen(&self) -> rustix::io::Result<UnixListener> {
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         rustix::net::bind(&socket, &SocketAddrUnix::new(place(self.folder.as_fd()).join(self.socket))?)?;
@@ -205,13 +206,13 @@ impl<'a> PrivateFolder<'a> {
         Ok(socket.into())
     }
 
-    /// Gives it to a group as well.
+    /// Also allows a group.
     fn give(&self, gid: u32) -> rustix::io::Result<()> {
         chownat(&self.folder, self.socket, None, Some(Gid::from_raw(gid)), AtFlags::SYMLINK_NOFOLLOW)?;
         chmodat(&self.folder, self.socket, MODE_OF_GROUP, AtFlags::empty())
     }
 
-    /// Links it to its path, unless something is there. Returns device and inode number.
+    /// Links it to its path, unless a file is there. Returns device and inode number.
     fn publish(&self, folder: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<(u64, u64)> {
         linkat(&self.folder, self.socket, folder, name, AtFlags::empty())?;
         Ok(identity(&statat(&self.folder, self.socket, AtFlags::SYMLINK_NOFOLLOW)?))
@@ -220,7 +221,7 @@ impl<'a> PrivateFolder<'a> {
 
 impl Drop for PrivateFolder<'_> {
     fn drop(&mut self) {
-        // A folder that is left behind is empty.
+        // On an error an empty folder is left.
         let _ = unlinkat(&self.folder, self.socket, AtFlags::empty());
         let _ = unlinkat(self.parent, &self.name, AtFlags::REMOVEDIR);
     }
@@ -239,7 +240,7 @@ fn remove_stale(folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> Result<(),
         return Err(SocketError::NotASocket(path.into()));
     }
     let address = SocketAddrUnix::new(place(file.as_fd())).map_err(failed)?;
-    // Whoever waits until a server takes a connection waits for one that is stopped as long as it is.
+    // A blocking connect would wait as long as the server is stopped.
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let connect = || {
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -250,15 +251,15 @@ fn remove_stale(folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> Result<(),
         first => first,
     };
     match connected {
-        // A full backlog is a server too.
+        // A full backlog belongs to a running server.
         Ok(_) | Err(Errno::AGAIN) => Err(SocketError::InUse(path.into())),
         Err(Errno::CONNREFUSED) => unlinkat(folder, name, AtFlags::empty()).map_err(failed),
         Err(errno) => Err(failed(errno)),
     }
 }
 
-/// Returns whether the server ends a new connection within [`DYING`]: one that was killed is gone a moment after the process
-/// that was to be killed, because the processes that it has confined die after it.
+/// Returns whether the server closes a new connection within [`DYING`]: a killed server's confined processes, which
+/// hold the socket, die a moment after it.
 fn ends_soon(socket: &OwnedFd) -> bool {
     let mut polled = [PollFd::new(socket, PollFlags::RDHUP)];
     let found = retry_on_intr(|| rustix::event::poll(&mut polled, Some(&DYING)));
@@ -280,7 +281,7 @@ mod tests {
     impl Folder {
         fn new(name: &str) -> Self {
             let path = std::env::temp_dir().join(format!("ferry-socket-{}-{name}", std::process::id()));
-            fs::create_dir(&path).expect("nobody else has this name");
+            fs::create_dir(&path).expect("a new name");
             Self(path)
         }
     }
@@ -291,7 +292,7 @@ mod tests {
         }
     }
 
-    /// A server that is stopped takes no connections: the next one is told so, and does not wait for it.
+    /// A stopped server takes no connections: another server must get an error and not wait.
     #[test]
     fn a_server_whose_backlog_is_full_is_in_use() {
         let folder = Folder::new("full");
@@ -307,13 +308,13 @@ mod tests {
                 outcome => break assert_eq!(outcome, Err(Errno::AGAIN)),
             }
         }
-        let (done, told) = std::sync::mpsc::channel();
+        let (done, result) = std::sync::mpsc::channel();
         std::thread::spawn(move || done.send(Socket::bind(&path)));
-        let outcome = told.recv_timeout(std::time::Duration::from_secs(10)).expect("at once");
+        let outcome = result.recv_timeout(std::time::Duration::from_secs(10)).expect("at once");
         assert!(matches!(outcome, Err(SocketError::InUse(_))), "{outcome:?}");
     }
 
-    /// A server that was killed may be seen to listen for a moment: whoever starts it again at once succeeds.
+    /// A killed server may seem to listen for a moment: an immediate restart succeeds.
     #[test]
     fn a_server_that_is_dying_is_replaced() {
         let folder = Folder::new("dying");
@@ -374,7 +375,7 @@ mod tests {
         let folder = Folder::new("swapped");
         let (path, precious, aside) = (folder.0.join("s"), folder.0.join("precious"), folder.0.join("aside"));
         fs::write(&precious, "precious").expect("a file");
-        // A file that is a socket, too: its type says nothing.
+        // Another socket, so the file type alone cannot distinguish it.
         let other = UnixListener::bind(folder.0.join("other")).expect("a free path");
         for file in [&precious, &folder.0.join("other")] {
             fs::set_permissions(file, fs::Permissions::from_mode(0o444)).expect("it is ours");
@@ -391,7 +392,7 @@ mod tests {
                     if over.load(Ordering::Relaxed) {
                         break;
                     }
-                    // Whatever is there goes, also a socket that was just made.
+                    // Replaces any file, also a new socket.
                     if fs::rename(&path, &aside).is_err() {
                         continue;
                     }
@@ -405,7 +406,7 @@ mod tests {
                 }
             });
             for _ in 0..3000 {
-                // It may find something else in its place.
+                // It may find another file in its place.
                 let _ = Socket::bind_for(&path, Some(gid));
             }
             over.store(true, Ordering::Relaxed);

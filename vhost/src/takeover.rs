@@ -1,9 +1,9 @@
 //! Lets another thread serve a worker's queues while its own thread is blocked in a handler.
 //!
-//! Whoever owns the queues leaves them here for each call of the handler, and takes them back afterwards. The monitor finds a
-//! call that does not end, and starts another thread, which takes the queues over; the first thread hands in its result
-//! ([`Returned`]) when it is back, and ends. From then on, and for a while ([`SLOW_FOR`]), requests that may wait are served by a pool
-//! of threads ([`crate::pool`]), for the next one would hold up the queues as long as it takes to notice that.
+//! The owner of the queues leaves them here for each call of the handler, and takes them back afterwards. The monitor
+//! detects a blocked call and starts another thread, which takes the queues over. The first thread hands over its
+//! result ([`Completion`]) when the call returns, and ends. For a while ([`SLOW_FOR`]), slow requests then run on a
+//! pool of threads ([`crate::pool`]): the next one would block the queues until the monitor detects it.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,19 +17,21 @@ use crate::chain::Chain;
 use crate::pool::Pool;
 use crate::worker::{Answer, Command, Port, QueueHandler, Worker};
 
-/// How long requests are served by the pool after one that was slow. Slow ones come in series.
+/// How long the pool serves requests after a slow one. Slow requests come in series.
 const SLOW_FOR: Duration = Duration::from_secs(2);
 
-/// So many looks of the monitor in a row (every 5 ms) find a worker in a handler ...
-const LOOKS: u32 = 20;
-/// ... and between two of them so many calls end, or fewer: then each takes a millisecond or more, and others wait for it.
-const CALLS_PER_LOOK_MAX: u32 = 5;
+/// Checks of the monitor in a row (every 5 ms) that find a worker in a handler, before the rate of its calls is
+/// judged.
+const CHECKS: u32 = 20;
+/// The most calls between two such checks for requests to count as slow: each takes a millisecond or more, and others
+/// wait for it.
+const CALLS_PER_CHECK_MAX: u32 = 5;
 
-/// Whether requests of a connection are slow at the moment.
+/// Whether requests of a connection are currently slow.
 #[derive(Debug)]
 pub(crate) struct SlowRequests {
     origin: Instant,
-    /// Until when, in milliseconds; 0: they are not.
+    /// The end in milliseconds since `origin`; 0: they are not slow.
     until_ms: AtomicU64,
 }
 
@@ -42,33 +44,33 @@ impl SlowRequests {
         u64::try_from(self.origin.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// One request was.
+    /// Records a slow request.
     pub(crate) fn begin(&self) {
         let for_ms = u64::try_from(SLOW_FOR.as_millis()).unwrap_or(u64::MAX);
         self.until_ms.store(self.now_ms().saturating_add(for_ms), Ordering::Relaxed);
     }
 
-    /// Costs one load where none was.
+    /// Returns whether requests are slow; a single load if none was.
     pub(crate) fn is_on(&self) -> bool {
         let until = self.until_ms.load(Ordering::Relaxed);
         if until == 0 || self.now_ms() < until {
             return until != 0;
         }
-        // Where it was set again meanwhile, that stays.
+        // A concurrent `begin` wins.
         let _ = self.until_ms.compare_exchange(until, 0, Ordering::Relaxed, Ordering::Relaxed);
         false
     }
 }
 
-/// What another thread hands to the owner of the queues.
-pub(crate) enum Returned<H: QueueHandler> {
-    /// A request that it has served.
+/// A completion that another thread hands over to the owner of the queues.
+pub(crate) enum Completion<H: QueueHandler> {
+    /// A served request.
     Served { token: u64, chain: Chain, answer: Answer },
-    /// A transfer that it has made, and what is to be done about it.
-    Transferred { token: u64, outcome: io::Result<usize>, moving: Option<H::PendingTransfer> },
+    /// A finished transfer, and its pending request.
+    Transferred { token: u64, outcome: io::Result<usize>, pending: Option<H::PendingTransfer> },
 }
 
-/// What the monitor has seen of the calls.
+/// The monitor's counts of calls.
 #[derive(Default)]
 struct CallRate {
     last: Option<CallSnapshot>,
@@ -76,7 +78,7 @@ struct CallRate {
     calls: u64,
 }
 
-/// See the module.
+/// The place where the owner leaves the queues; see the module.
 pub(crate) struct Takeover<H: QueueHandler> {
     pub(crate) watch: Watch,
     pub(crate) monitor_handle: MonitorHandle,
@@ -85,10 +87,10 @@ pub(crate) struct Takeover<H: QueueHandler> {
     port: Arc<Port<H::Message>>,
     /// The queues, while a handler runs.
     worker: Mutex<Option<Box<Worker<H>>>>,
-    returns: Mutex<Vec<Returned<H>>>,
+    completions: Mutex<Vec<Completion<H>>>,
     /// Starts a thread that takes the queues over from a call.
     start: Box<dyn Fn(CallSnapshot) -> io::Result<()> + Send + Sync>,
-    looks: Mutex<CallRate>,
+    checks: Mutex<CallRate>,
 }
 
 impl<H: QueueHandler> Takeover<H> {
@@ -106,31 +108,31 @@ impl<H: QueueHandler> Takeover<H> {
             pool,
             port,
             worker: Mutex::default(),
-            returns: Mutex::default(),
+            completions: Mutex::default(),
             start: Box::new(start),
-            looks: Mutex::default(),
+            checks: Mutex::default(),
         }
     }
 
-    /// The owner leaves the queues here.
+    /// Leaves the queues here; called by the owner.
     pub(crate) fn put(&self, worker: Box<Worker<H>>) {
         *lock(&self.worker) = Some(worker);
     }
 
-    /// For the owner alone.
+    /// Takes the queues back; called by the owner.
     pub(crate) fn take(&self) -> Option<Box<Worker<H>>> {
         lock(&self.worker).take()
     }
 
-    /// Hands something in to the owner, and wakes it.
-    pub(crate) fn give_back(&self, back: Returned<H>) {
-        lock(&self.returns).push(back);
-        self.port.0.post(Command::Returned);
+    /// Hands a completion over to the owner and wakes it.
+    pub(crate) fn complete(&self, completion: Completion<H>) {
+        lock(&self.completions).push(completion);
+        self.port.0.post(Command::Completion);
     }
 
-    /// What was handed in.
-    pub(crate) fn returns(&self) -> Vec<Returned<H>> {
-        std::mem::take(&mut *lock(&self.returns))
+    /// Removes and returns the completions.
+    pub(crate) fn completions(&self) -> Vec<Completion<H>> {
+        std::mem::take(&mut *lock(&self.completions))
     }
 }
 
@@ -144,7 +146,7 @@ impl<H: QueueHandler> MonitoredWorker for Takeover<H> {
         match (self.start)(seen) {
             Ok(()) => Replacement::Found,
             Err(error) => {
-                tracing::debug!("no thread can be had to go on with the queues of one that is blocked: {error}");
+                tracing::debug!("cannot start a thread to take over the queues of a blocked one: {error}");
                 Replacement::Nobody
             }
         }
@@ -152,20 +154,20 @@ impl<H: QueueHandler> MonitoredWorker for Takeover<H> {
 
     fn tick(self: Arc<Self>, _: bool) {
         let seen = self.watch.look();
-        let mut looks = lock(&self.looks);
-        let calls = looks.last.replace(seen).and_then(|last| seen.calls_since(last));
+        let mut checks = lock(&self.checks);
+        let calls = checks.last.replace(seen).and_then(|last| seen.calls_since(last));
         match calls.filter(|_| seen.is_inside()) {
             Some(calls) => {
-                looks.inside += 1;
-                looks.calls += calls;
+                checks.inside += 1;
+                checks.calls += calls;
             }
-            None => (looks.inside, looks.calls) = (0, 0),
+            None => (checks.inside, checks.calls) = (0, 0),
         }
-        if looks.inside >= LOOKS {
-            if looks.calls <= u64::from(LOOKS * CALLS_PER_LOOK_MAX) {
+        if checks.inside >= CHECKS {
+            if checks.calls <= u64::from(CHECKS * CALLS_PER_CHECK_MAX) {
                 self.slow.begin();
             }
-            (looks.inside, looks.calls) = (0, 0);
+            (checks.inside, checks.calls) = (0, 0);
         }
     }
 }
@@ -175,13 +177,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_slow_is_not_for_good() {
+    fn slowness_expires() {
         let slow = SlowRequests::new();
         assert!(!slow.is_on());
         slow.begin();
         assert!(slow.is_on());
         std::thread::sleep(SLOW_FOR + Duration::from_millis(10));
         assert!(!slow.is_on());
-        assert_eq!(slow.until_ms.load(Ordering::Relaxed), 0, "and costs nothing any more");
+        assert_eq!(slow.until_ms.load(Ordering::Relaxed), 0, "and costs only a load");
     }
 }

@@ -6,21 +6,21 @@ use std::thread::{Builder, JoinHandle};
 
 use ferry_vfs::sync::lock;
 
-/// All threads that serve one connection, for who waits for their end.
+/// All threads that serve one connection, so that they can be joined.
 #[derive(Debug, Default)]
 pub(crate) struct Threads(Mutex<Vec<JoinHandle<()>>>);
 
 impl Threads {
-    /// Starts one.
+    /// Starts a thread.
     pub(crate) fn spawn(&self, name: String, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let mut threads = lock(&self.0);
         threads.extract_if(.., |thread| thread.is_finished()).for_each(join);
-        // While the list is locked: whoever joins a thread finds those that it has started.
+        // Under the lock: a joiner of this thread must also find the threads that it has started.
         threads.push(Builder::new().name(name).spawn(body)?);
         Ok(())
     }
 
-    /// Waits for all, and for those that they start.
+    /// Waits for all threads, and for those that they start.
     pub(crate) fn join(&self) {
         loop {
             let Some(thread) = lock(&self.0).pop() else { return };
@@ -31,6 +31,6 @@ impl Threads {
 
 fn join(thread: JoinHandle<()>) {
     if thread.join().is_err() {
-        tracing::error!("a worker panicked; its queues were not served any more");
+        tracing::error!("a worker panicked; its queues were no longer served");
     }
 }

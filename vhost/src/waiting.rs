@@ -1,13 +1,14 @@
-//! Requests that wait for somebody (for a lock) while their guest moves to another host.
+//! Parked requests (which wait for locks) of a guest that migrates.
 //!
-//! They were taken from their rings and are not answered, so they are nowhere in the rings; but their descriptors stay as they are
-//! until then. So where they begin goes along, before the device's own state, and the other side takes them once more:
+//! They were taken from their rings and have no reply, so the rings do not show them; but their descriptors stay
+//! unchanged until the reply. So their heads are sent before the device's own state, and the destination takes them
+//! again:
 //!
 //! ```text
 //! "FERRYWT\0" | count 4 | (queue 2 | first descriptor 2) ... | the device's state
 //! ```
 //!
-//! All numbers are little-endian. A state before which there are none begins with the device's own.
+//! All numbers are little-endian. Without parked requests the state is the device's own.
 
 use crate::QUEUE_SIZE_MAX;
 
@@ -15,7 +16,7 @@ const MAGIC: &[u8; 8] = b"FERRYWT\0";
 const COUNT_BYTES: usize = 4;
 const ENTRY_BYTES: usize = 4;
 
-/// Puts what waits, queue by queue, before the device's state.
+/// Prepends the parked requests to the device's state.
 pub(crate) fn before(state: Vec<u8>, waiting: &[(u16, u16)]) -> Vec<u8> {
     if waiting.is_empty() {
         return state;
@@ -28,11 +29,11 @@ pub(crate) fn before(state: Vec<u8>, waiting: &[(u16, u16)]) -> Vec<u8> {
     all
 }
 
-/// Takes what waits from before a state, for a device of so many queues; returns it by queue, and the device's state.
+/// Splits the parked requests, by queue, from the state of a device with this many queues.
 pub(crate) fn split(state: &[u8], queues: usize) -> Result<(Vec<Vec<u16>>, &[u8]), String> {
     let mut waiting = vec![Vec::new(); queues];
     let Some(rest) = state.strip_prefix(MAGIC) else { return Ok((waiting, state)) };
-    let short = || "it ends within the list of requests that wait".to_owned();
+    let short = || "it ends within the list of parked requests".to_owned();
     let (count, rest) = rest.split_first_chunk().ok_or_else(short)?;
     let bytes = usize::try_from(u32::from_le_bytes(*count)).ok().and_then(|count| count.checked_mul(ENTRY_BYTES));
     let (entries, state) = bytes.and_then(|bytes| rest.split_at_checked(bytes)).ok_or_else(short)?;
@@ -40,10 +41,10 @@ pub(crate) fn split(state: &[u8], queues: usize) -> Result<(Vec<Vec<u16>>, &[u8]
         let number = |at: usize| u16::from_le_bytes([entry[at], entry[at + 1]]);
         let (queue, head) = (number(0), number(2));
         let heads = waiting.get_mut(usize::from(queue));
-        let heads =
-            heads.ok_or_else(|| format!("requests wait in queue {queue}, of which this device has {queues}"))?;
+        let heads = heads
+            .ok_or_else(|| format!("requests are parked in queue {queue}, but this device has {queues} queues"))?;
         if heads.contains(&head) || heads.len() >= usize::from(QUEUE_SIZE_MAX) {
-            return Err(format!("descriptor {head} of queue {queue} waits twice, or too many do"));
+            return Err(format!("descriptor {head} of queue {queue} is parked twice, or too many are parked"));
         }
         heads.push(head);
     }

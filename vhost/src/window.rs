@@ -1,9 +1,9 @@
-//! The device's shared memory region: files of ours that the front end maps into the guest's address space (VIRTIO 1.3,
-//! section 2.10; vhost-user, "SHMEM").
+//! The device's shared memory region: files of this server that the front end maps into the guest's address space
+//! (VIRTIO 1.3, section 2.10; vhost-user, "SHMEM").
 //!
-//! The front end is asked over the back-end channel, and may take its time. It may also be waiting for *us* meanwhile: QEMU
-//! tells every back end of each mapping (ADD_MEM_REG) before it does anything else. So whoever calls here must be a
-//! thread that neither the front end's messages nor a queue's end wait for.
+//! Requests to the front end use the back-end channel and may take long. The front end may be waiting for this server
+//! at that time: QEMU sends each mapping to every back end (ADD_MEM_REG) before it does anything else. So callers
+//! must be threads that neither the front end's messages nor the stop of a queue wait for.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,62 +21,63 @@ mod message;
 pub use message::Part;
 use message::{MAP, UNMAP};
 
-/// How long the front end may take for an answer. One that is late is not believed any more: what it mapped is not known.
+/// How long the front end may take for a reply. A late one is an error: the state of the mapping is unknown.
 const REPLY_WITHIN: Duration = Duration::from_secs(30);
-/// How long the first mapping may take to come back as a region of memory. QEMU answers before the guest sees the
-/// mapping and tells of the region afterwards; a front end that does not tell has mapped when it answers.
-const TOLD_WITHIN: Duration = Duration::from_secs(2);
-/// QEMU ends itself when a back end is to know of more than 512 regions, of its memory and all windows.
+/// How long the first mapping may take to return as a memory region. QEMU replies before the guest sees the mapping
+/// and sends the region afterwards; other front ends have mapped when they reply.
+const REGION_WITHIN: Duration = Duration::from_secs(2);
+/// The most memory regions, of memory and all windows: QEMU aborts beyond 512.
 const REGIONS_MAX: usize = 500;
-/// The maximum number of mappings in one window. Front ends that do not tell of regions have no limit of their own, and some mappings
+/// The most mappings in one window. Front ends that send no regions have no limit of their own, and some mappings
 /// hold a descriptor here. A window of the maximum size has 240 chunks of 2 MiB, most of which are one mapping.
 const MAPPINGS_MAX: usize = 4096;
-/// More answers than servers that were killed one after another, each before it had caught up, have left unread.
+/// More replies than killed servers can have left unread, one after another, each before [`Window::catch_up`].
 const CATCH_UP: u32 = 16;
-/// The least that front ends map.
+/// The smallest mapping of front ends.
 const PAGE_BYTES: u64 = 4096;
 
 /// Why nothing was mapped or unmapped.
 #[derive(Debug, thiserror::Error)]
 pub enum WindowError {
-    /// The front end says no.
-    #[error("the front end refuses")]
+    /// The front end refused.
+    #[error("the front end refused")]
     Refused,
-    /// There is no way to ask the front end, or it does not answer as it should.
-    #[error("the front end cannot be asked any more")]
+    /// There is no back-end channel, or the front end does not reply correctly.
+    #[error("the back-end channel is closed")]
     Lost,
-    /// The front end would not bear it.
+    /// Too many regions for the front end.
     #[error("the VMM already has {0} memory regions; no more than {REGIONS_MAX} are used, because QEMU supports 512")]
     TooMany(usize),
-    /// The window has too many.
+    /// Too many mappings in the window.
     #[error("the window already has {0} mappings, the maximum")]
     Full(usize),
-    /// The file.
+    /// The file cannot be used.
     #[error("the file cannot be mapped: {0}")]
     File(std::io::Error),
 }
 
 #[derive(Default)]
 struct State {
-    /// The line to the front end.
+    /// The back-end channel.
     line: Option<Arc<UnixStream>>,
-    /// The connection is over.
+    /// The connection has ended.
     ended: bool,
-    /// The mapping that is to come back as a region, until it has.
+    /// The mapping that must return as a region, until it has.
     awaited: Option<AddedRegion>,
-    /// Whether mappings come back; not known before the first.
-    tells: Option<bool>,
-    /// The front end has told of a change of its memory, and waits for the queues. It tells of nothing else meanwhile.
+    /// Whether the front end sends regions for mappings; unknown before the first mapping.
+    sends_regions: Option<bool>,
+    /// The front end has sent a change of its memory and waits for the queues. It sends nothing else during that
+    /// time.
     waits: bool,
-    /// When that was over the last time.
+    /// When the last change of memory was finished.
     heard: Option<Instant>,
-    /// Regions of memory that the front end has told of.
+    /// The number of memory regions that the front end has sent.
     regions: usize,
-    /// What is mapped, by window offset.
+    /// The mappings by window offset.
     mapped: HashMap<u64, KnownFile>,
-    /// It was another server's before.
+    /// The previous server used it.
     taken_over: bool,
-    /// That may have asked something whose answer it has not read.
+    /// The previous server may have left replies unread.
     may_be_stale: bool,
 }
 
@@ -84,10 +85,10 @@ struct State {
 pub struct Window {
     bytes: u64,
     reply_within: Duration,
-    told_within: Duration,
+    region_within: Duration,
     state: Mutex<State>,
     changed: Condvar,
-    /// One question at a time.
+    /// Held during a request: one at a time.
     turn: Mutex<()>,
 }
 
@@ -97,7 +98,7 @@ impl std::fmt::Debug for Window {
     }
 }
 
-/// A region as ADD_MEM_REG tells of it.
+/// A region of ADD_MEM_REG.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AddedRegion {
     pub(crate) file: FileId,
@@ -108,13 +109,13 @@ pub(crate) struct AddedRegion {
 /// Device and inode number of a file.
 pub(crate) type FileId = (u64, u64);
 
-/// Which file a descriptor is.
+/// Returns the identity of a descriptor's file.
 pub(crate) fn file_id(file: impl AsFd) -> std::io::Result<FileId> {
     let stat = rustix::fs::fstat(file)?;
     Ok((stat.st_dev, stat.st_ino))
 }
 
-/// Files that are in some window of this process, and how often: all devices of a guest are told of its regions.
+/// Files in any window of this process, with counts: all devices of a guest receive its regions.
 static KNOWN: Mutex<BTreeMap<FileId, usize>> = Mutex::new(BTreeMap::new());
 
 /// Whether a file is in a window.
@@ -122,7 +123,7 @@ pub(crate) fn is_known(file: FileId) -> bool {
     lock(&KNOWN).contains_key(&file)
 }
 
-/// A file's being known.
+/// An entry in [`KNOWN`].
 struct KnownFile(FileId);
 
 impl KnownFile {
@@ -152,40 +153,40 @@ fn empty_page() -> rustix::io::Result<OwnedFd> {
 
 impl Window {
     pub(crate) fn new(bytes: u64) -> Self {
-        Self::with_timeouts(bytes, REPLY_WITHIN, TOLD_WITHIN)
+        Self::with_timeouts(bytes, REPLY_WITHIN, REGION_WITHIN)
     }
 
-    fn with_timeouts(bytes: u64, reply_within: Duration, told_within: Duration) -> Self {
+    fn with_timeouts(bytes: u64, reply_within: Duration, region_within: Duration) -> Self {
         Self {
             bytes,
             reply_within,
-            told_within,
+            region_within,
             state: Mutex::default(),
             changed: Condvar::new(),
             turn: Mutex::default(),
         }
     }
 
-    /// The length of the window.
+    /// Returns the length of the window.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Whether the front end maps files that are open for reading only. QEMU does not, and neither does it map them so that the guest
-    /// cannot write; it is known by telling of what it maps, so not before the first mapping.
+    /// Whether the front end maps files that are open for reading only. QEMU does not, and cannot map files read-only
+    /// for the guest; it is recognized by the regions that it sends, so only after the first mapping.
     pub fn maps_read_only(&self) -> bool {
-        lock(&self.state).tells == Some(false)
+        lock(&self.state).sends_regions == Some(false)
     }
 
-    /// Has the front end map a part of a file, where nothing is mapped yet. When this comes back, the guest sees it.
-    /// Waits for the front end: see the module's page for who may.
+    /// Maps a part of a file where nothing is mapped yet. The guest sees it when this returns. Waits for the front
+    /// end: see the module's page for who may call.
     ///
     /// # Errors
     /// [`WindowError`].
     pub fn map(&self, file: BorrowedFd<'_>, part: Part) -> Result<(), WindowError> {
         let id = file_id(file).map_err(WindowError::File)?;
         let _turn = lock(&self.turn);
-        let told = AddedRegion { file: id, file_offset: part.file_offset, bytes: part.bytes };
+        let region = AddedRegion { file: id, file_offset: part.file_offset, bytes: part.bytes };
         let line = {
             let mut state = lock(&self.state);
             if state.regions >= REGIONS_MAX {
@@ -195,35 +196,36 @@ impl Window {
                 return Err(WindowError::Full(state.mapped.len()));
             }
             let line = state.line()?;
-            // Before the front end hears of it, for it may tell of the region before it answers.
+            // Before the request: the front end may send the region before it replies.
             state.mapped.insert(part.window_offset, KnownFile::new(id));
-            state.awaited = (state.tells != Some(false)).then_some(told);
+            state.awaited = (state.sends_regions != Some(false)).then_some(region);
             line
         };
-        let outcome = self.ask(&line, (MAP, part), Some(file));
+        let outcome = self.request(&line, (MAP, part), Some(file));
         let mut state = lock(&self.state);
         if let Err(error) = state.check(outcome) {
             state.awaited = None;
             state.mapped.remove(&part.window_offset);
             return Err(error);
         }
-        let is_told = self.wait_for_region(state)?;
-        if !is_told {
+        let is_mapped = self.wait_for_region(state)?;
+        if !is_mapped {
             tracing::error!("the front end acknowledged a mapping, but did not send the memory region for it");
-            // Whatever it has done: nobody is to count on it.
+            // The state of the mapping is unknown, so it is removed.
             self.undo(part)?;
             return Err(WindowError::Lost);
         }
         Ok(())
     }
 
-    /// Waits until the mapping has come back as a region of memory, where front ends tell. Returns whether it has.
+    /// Waits until the mapping has returned as a memory region, for front ends that send regions. Returns whether it
+    /// is complete.
     fn wait_for_region(&self, mut state: MutexGuard<'_, State>) -> Result<bool, WindowError> {
-        let within = if state.tells.is_some() { self.reply_within } else { self.told_within };
+        let within = if state.sends_regions.is_some() { self.reply_within } else { self.region_within };
         let begun = Instant::now();
         while state.awaited.is_some() && !state.ended {
             let since = state.heard.map_or(begun, |heard| heard.max(begun));
-            // What we make the front end wait for does not count.
+            // Time that the front end waits for our queues does not count.
             let left = if state.waits { within } else { within.saturating_sub(since.elapsed()) };
             if left.is_zero() {
                 break;
@@ -236,14 +238,14 @@ impl Window {
         if state.awaited.take().is_none() {
             return Ok(true);
         }
-        if state.tells.is_none() {
-            tracing::debug!("the front end does not tell of what it maps");
-            state.tells = Some(false);
+        if state.sends_regions.is_none() {
+            tracing::debug!("the front end sends no memory regions for mappings");
+            state.sends_regions = Some(false);
         }
-        Ok(state.tells == Some(false))
+        Ok(state.sends_regions == Some(false))
     }
 
-    /// Has the front end undo a mapping, which must be the very part that was mapped. The rest is as for [`Self::map`].
+    /// Removes a mapping, which must be exactly a mapped part. Otherwise like [`Self::map`].
     ///
     /// # Errors
     /// [`WindowError`].
@@ -252,17 +254,17 @@ impl Window {
         self.undo(part)
     }
 
-    /// The same for whoever has the turn.
+    /// Removes a mapping while the caller holds `turn`.
     fn undo(&self, part: Part) -> Result<(), WindowError> {
         let line = lock(&self.state).line()?;
-        let outcome = self.ask(&line, (UNMAP, part), None);
+        let outcome = self.request(&line, (UNMAP, part), None);
         let mut state = lock(&self.state);
         state.check(outcome)?;
         state.mapped.remove(&part.window_offset);
         Ok(())
     }
 
-    fn ask(
+    fn request(
         &self,
         line: &UnixStream,
         (code, part): (u32, Part),
@@ -270,21 +272,21 @@ impl Window {
     ) -> Result<u64, ConnectionBroken> {
         let may_be_stale = lock(&self.state).may_be_stale;
         let with_timeouts = WaitLimit { within: self.reply_within, is_over: &|| lock(&self.state).ended };
-        channel::ask(line, (code, &message::body(part)), file, &with_timeouts, may_be_stale)
+        channel::request_reply(line, (code, &message::body(part)), file, &with_timeouts, may_be_stale)
     }
 
-    /// The front end has mapped what the server before this one has asked it for.
+    /// Marks the window as taken over from the previous server.
     pub(crate) fn take_over(&self) {
         let mut state = lock(&self.state);
         (state.taken_over, state.may_be_stale) = (true, true);
     }
 
-    /// Whether the front end has mapped what a server before this one has asked it for.
+    /// Whether the window was taken over from a previous server, whose mappings may exist.
     pub fn is_taken_over(&self) -> bool {
         lock(&self.state).taken_over
     }
 
-    /// The server before had a part of this file mapped at this place of the window.
+    /// Records a mapping of the previous server at this offset of the window.
     ///
     /// # Errors
     /// Those of `fstat(2)`.
@@ -294,19 +296,20 @@ impl Window {
         Ok(())
     }
 
-    /// To be called once by whoever takes a window over. If the server before may have ended while it waited for an answer, after that mapping was
-    /// undone: it was at this place, where nothing is now. Answers of the other kind than expected are passed over here: so after enough questions of
-    /// one kind, whatever they come to, the first answer to one of the other kind is its own. A page is mapped for that, and taken away again.
+    /// Drains replies that the previous server did not read; must be called once after a takeover. If that server may
+    /// have ended during a request, its mapping at `window_offset` was removed before. Repeats UNMAP more often than
+    /// replies can be outstanding, then maps and unmaps one page, so that the next reply read belongs to that
+    /// request.
     ///
     /// # Errors
     /// [`WindowError`].
     pub fn catch_up(&self, window_offset: Option<u64>) -> Result<(), WindowError> {
         if let Some(window_offset) = window_offset {
-            // QEMU maps only what it could write to.
+            // QEMU maps only writable files.
             let memory = empty_page().map_err(|error| WindowError::File(error.into()))?;
             let part = Part { window_offset, file_offset: 0, bytes: PAGE_BYTES, writable: false };
-            // More than there can be answers to others of this kind: so all that is left unread then are answers to these. And a server
-            // that was killed just here has left a page of its own.
+            // More than there can be stale replies to UNMAP, so that only replies to these requests stay unread. A
+            // server that was killed here may have left a page mapped.
             for _ in 0..CATCH_UP {
                 match self.unmap(part) {
                     Ok(()) | Err(WindowError::Refused) => {}
@@ -320,12 +323,12 @@ impl Window {
         Ok(())
     }
 
-    /// The front end can be asked here.
+    /// Sets the back-end channel.
     pub(crate) fn attach(&self, socket: OwnedFd) {
         let stream = UnixStream::from(socket);
         // The front end may have sent any descriptor.
         if let Err(error) = stream.local_addr().and_then(|_| stream.set_nonblocking(true)) {
-            tracing::error!("the front end's channel for the window cannot be used: {error}");
+            tracing::error!("cannot use the front end's back-end channel: {error}");
             return;
         }
         let mut state = lock(&self.state);
@@ -334,12 +337,12 @@ impl Window {
         }
     }
 
-    /// The front end tells of a change of its memory. Until [`Self::memory_changed`] it is made to wait.
+    /// Begins a change of the front end's memory; it waits until [`Self::memory_changed`].
     pub(crate) fn memory_change_begins(&self) {
         lock(&self.state).waits = true;
     }
 
-    /// The front end has told of its regions of memory, `added` being the new one.
+    /// Ends a change of the front end's memory; `added` is the new region.
     pub(crate) fn memory_changed(&self, regions: usize, added: Option<AddedRegion>) {
         let mut state = lock(&self.state);
         state.regions = regions;
@@ -347,19 +350,19 @@ impl Window {
         state.heard = Some(Instant::now());
         if added.is_some() && state.awaited == added {
             state.awaited = None;
-            state.tells = Some(true);
+            state.sends_regions = Some(true);
         }
-        // It had to wait for something for so long that it was taken for one that does not tell.
-        let is_late = |told: AddedRegion| state.mapped.values().any(|known| known.0 == told.file);
-        if state.tells == Some(false) && added.is_some_and(is_late) {
-            tracing::debug!("the front end tells of what it maps, if late");
-            state.tells = Some(true);
+        // It was delayed, and taken for a front end that sends no regions.
+        let is_late = |region: AddedRegion| state.mapped.values().any(|known| known.0 == region.file);
+        if state.sends_regions == Some(false) && added.is_some_and(is_late) {
+            tracing::debug!("the front end sends memory regions for mappings, but late");
+            state.sends_regions = Some(true);
         }
         self.changed.notify_all();
     }
 
-    /// The connection is over: nobody waits any longer. The socket is not shut down, for the next server may have it
-    /// (`--state`), and User-mode Linux gives up a device whose socket is.
+    /// Ends all waits: the connection has ended. The socket is not shut down: the next server may have it
+    /// (`--state`), and User-mode Linux drops a device whose socket is shut down.
     pub(crate) fn end(&self) {
         let mut state = lock(&self.state);
         state.ended = true;
@@ -374,14 +377,14 @@ impl State {
         self.line.clone().ok_or(WindowError::Lost)
     }
 
-    /// What the outcome of a question means; after some of them the line is of no use any more.
+    /// Interprets the outcome of a request; some errors close the channel.
     fn check(&mut self, outcome: Result<u64, ConnectionBroken>) -> Result<(), WindowError> {
         match outcome {
             Ok(0) => Ok(()),
             Ok(_) => Err(WindowError::Refused),
             Err(error) => {
                 if !self.ended && self.line.is_some() {
-                    tracing::error!("the window is not served any more: {error}");
+                    tracing::error!("the window can no longer be changed: {error}");
                 }
                 self.line = None;
                 Err(WindowError::Lost)

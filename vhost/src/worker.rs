@@ -20,57 +20,57 @@ use crate::coalesce::Coalescer;
 use crate::io::{ServedChain, finish};
 use crate::memory::Memory;
 use crate::slots::Slots;
-use crate::takeover::{Returned, Takeover};
+use crate::takeover::{Completion, Takeover};
 
 pub use commands::Port;
 use commands::PortReceiver;
-pub(crate) use commands::{Command, Control, Start, Stopped};
+pub(crate) use commands::{Command, Control, Start, StoppedQueue};
 pub use handler::{Answer, Placement, QueueHandler};
 use running::Running;
 
-/// How a worker is to work.
+/// The options of a worker.
 #[derive(Clone, Debug)]
 pub struct WorkerOptions {
-    /// The thread's name, at most 15 bytes of which show.
+    /// The thread's name; 15 bytes are visible.
     pub name: String,
     /// How transfers are made.
     pub io: IoMode,
-    /// The longest that a worker looks for work before it sleeps.
+    /// How long a worker polls before it sleeps.
     pub poll: PollLimit,
-    /// What the thread calls once all that it needs is there, before it takes the first request.
+    /// Called by the thread after its setup, before it takes the first request.
     pub begun: Option<fn()>,
 }
 
 /// Options of the queues of a device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueueOptions {
-    pub(crate) gathers: bool,
+    pub(crate) batches: bool,
     pub(crate) registers_memory: bool,
 }
 
-/// What a thread serves with, and keeps when another one takes the queues over.
+/// The state of a serving thread, which it keeps when another one takes the queues over.
 pub(crate) struct WorkerContext<H: QueueHandler> {
     handler: H,
     transfers: Transfers,
     busy_poll: BusyPoll,
-    /// Where the queues lie while the handler runs; `None`: they stay with their thread.
+    /// Where the queues are left while the handler runs; `None`: they stay with the thread.
     takeover: Option<Arc<Takeover<H>>>,
     owner: Ownership,
 }
 
 /// Why a thread stopped serving.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ended {
-    /// It was told to.
+pub(crate) enum ExitReason {
+    /// On [`Control::Quit`].
     Quit,
     /// Another thread has the queues.
     Replaced,
 }
 
-/// The queues of a worker, and what is under way in them.
+/// The queues of a worker and their chains.
 pub(crate) struct Worker<H: QueueHandler> {
     port: Arc<Port<H::Message>>,
-    /// Ends with the last owner.
+    /// Dropped with the last owner.
     _receiver: PortReceiver<H::Message>,
     last: Option<Arc<Backing>>,
     /// The chain that is being served.
@@ -79,7 +79,7 @@ pub(crate) struct Worker<H: QueueHandler> {
     coalescer: Coalescer,
     queue_options: QueueOptions,
     running: Vec<Running>,
-    /// Where queues stopped; starting there again means that their chains are still out.
+    /// Where queues stopped; a queue that starts there again still has its chains.
     stopped: Vec<(usize, u32)>,
     slots: Slots<H::Message>,
     /// Replies that came while their queue was stopped.
@@ -106,7 +106,7 @@ impl<H: QueueHandler> WorkerContext<H> {
         Ok(Self { handler, transfers, busy_poll: BusyPoll::new(options.poll.clone()), takeover, owner })
     }
 
-    /// From now on the queues are this thread's.
+    /// Makes this thread the owner of the queues.
     pub(crate) fn own(&mut self, owner: Ownership) {
         self.owner = owner;
     }
@@ -121,34 +121,35 @@ impl<H: QueueHandler> WorkerContext<H> {
         let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
     }
 
-    /// Another thread has the queues: hands in what becomes of the chain that was being served, which lies in this memory.
+    /// Hands over the completion of the chain that was being served, which lies in this memory: another thread has
+    /// the queues.
     fn hand_back(&mut self, token: u64, chain: Chain, _memory: &Arc<Memory>, served: ServedChain) {
         let Some(takeover) = self.takeover.clone() else { return };
         // SAFETY: the memory is kept until this returns.
         let answer = unsafe { served.finish(&mut self.handler, &chain, token) };
-        takeover.give_back(Returned::Served { token, chain, answer });
+        takeover.complete(Completion::Served { token, chain, answer });
     }
 
-    /// Another thread has the queues: ends the transfers that were begun here.
+    /// Finishes the transfers that were begun here: another thread has the queues.
     pub(crate) fn leave(mut self) {
         let Some(takeover) = self.takeover.clone() else { return };
         loop {
             self.transfers.flush();
             while let Some((token, outcome)) = self.transfers.next_done() {
-                let moving = self.handler.detach(token);
-                takeover.give_back(Returned::Transferred { token, outcome, moving });
+                let pending = self.handler.detach(token);
+                takeover.complete(Completion::Transferred { token, outcome, pending });
             }
             while let Some(PoolTransfer { token, mut transfer }) = self.transfers.next_for_pool() {
-                let moving = self.handler.detach(token);
-                // SAFETY: the owner keeps the memory until the end is handed in.
+                let pending = self.handler.detach(token);
+                // SAFETY: the owner keeps the memory until the completion is handed over.
                 let outcome = unsafe { transfer.run() };
-                takeover.give_back(Returned::Transferred { token, outcome, moving });
+                takeover.complete(Completion::Transferred { token, outcome, pending });
             }
             if self.transfers.unfinished() == 0 {
                 break;
             }
             if let Err(error) = self.transfers.sleep() {
-                tracing::error!("transfers are left behind: {error}");
+                tracing::error!("abandoning transfers: {error}");
                 break;
             }
         }
@@ -184,7 +185,8 @@ impl<H: QueueHandler> Worker<H> {
         })
     }
 
-    /// Has the calling thread hear of what comes. The chain that the owner before is blocked with stays with it.
+    /// Registers the queues with the calling thread. The chain in which the previous owner is blocked stays with that
+    /// thread.
     pub(crate) fn adopt(&mut self, context: &mut WorkerContext<H>) {
         context.transfers.watch(self.port.0.wake());
         if let Some(last) = &self.last {
@@ -196,50 +198,51 @@ impl<H: QueueHandler> Worker<H> {
         if let Some((queue, stub)) = self.serving.take()
             && let Some(running) = self.running.iter_mut().find(|running| running.queue == queue)
         {
-            // It has the token that was to be the next one.
+            // That chain has the next token.
             self.slots.next_token();
             self.slots.put_away(queue, stub, running.ring.memory());
             running.out += 1;
         }
     }
 
-    /// Serves until told to quit, or until another thread has the queues.
-    pub(crate) fn run(mut self: Box<Self>, context: &mut WorkerContext<H>) -> Result<Ended, TransfersError> {
-        // Rests are to end when they should. Without that they are 50 us longer.
+    /// Serves until [`Control::Quit`], or until another thread has the queues.
+    pub(crate) fn run(mut self: Box<Self>, context: &mut WorkerContext<H>) -> Result<ExitReason, TransfersError> {
+        // For exact pauses: the default slack adds 50 us.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         while !self.quit {
             if self.port.0.is_filled() {
                 self.read_commands(context);
             }
-            self.batcher(context);
+            self.wait_for_batch(context);
             let took;
             (self, took) = match self.take_batch(context) {
                 Some(served) => served,
-                None => return Ok(Ended::Replaced),
+                None => return Ok(ExitReason::Replaced),
             };
             context.batch_end();
             self = match self.flush(context) {
                 Some(worker) => worker,
-                None => return Ok(Ended::Replaced),
+                None => return Ok(ExitReason::Replaced),
             };
             self.finish_transfers(context);
             self.publish();
-            let is_done = self.slots.moving() == 0 && !self.quit && !self.port.0.is_filled();
-            // A batching worker already takes turns with the driver.
+            let is_done = self.slots.active() == 0 && !self.quit && !self.port.0.is_filled();
+            // A batching worker alternates with the driver already.
             if is_done
-                && !self.queue_options.gathers
-                && let Some(rest) = self.coalescer.delay_after(took)
+                && !self.queue_options.batches
+                && let Some(pause) = self.coalescer.delay_after(took)
             {
-                context.busy_poll.sleep_for(rest);
+                context.busy_poll.sleep_for(pause);
             } else if took == 0 && !self.quit && (self.delay_left().is_some() || !self.poll(context)) {
                 self.sleep(context)?;
             }
         }
         self.drain(context);
-        Ok(Ended::Quit)
+        Ok(ExitReason::Quit)
     }
 
-    /// Calls what may wait, with the queues where another thread finds them meanwhile. Without them: one has.
+    /// Makes a call that may block, with the queues left for another thread. Returns no queues if another thread has
+    /// taken them.
     fn with_takeover<T>(
         self: Box<Self>,
         context: &mut WorkerContext<H>,
@@ -255,7 +258,7 @@ impl<H: QueueHandler> Worker<H> {
         (worker, outcome)
     }
 
-    /// Begins the transfers, some of which only copy: to a file system that makes writers wait, that takes long.
+    /// Starts the transfers. Some are inline copies, which take long on a file system that throttles writers.
     fn flush(self: Box<Self>, context: &mut WorkerContext<H>) -> Option<Box<Self>> {
         if !context.transfers.has_queued() {
             context.transfers.flush();
@@ -267,11 +270,11 @@ impl<H: QueueHandler> Worker<H> {
         self.with_takeover(context, flush).0
     }
 
-    /// Waits for more requests while the driver has enough to do, and the device too if it has anything.
-    fn batcher(&mut self, context: &mut WorkerContext<H>) {
-        let moving = self.slots.moving();
-        let is_device_short = moving > 0 && moving < batch::DEVICE_BUSY_FROM;
-        if !self.queue_options.gathers || is_device_short || !context.busy_poll.is_free() {
+    /// Waits for more requests while the driver has completions to process, and the device is idle or busy enough.
+    fn wait_for_batch(&mut self, context: &mut WorkerContext<H>) {
+        let active = self.slots.active();
+        let is_device_short = active > 0 && active < batch::DEVICE_BUSY_FROM;
+        if !self.queue_options.batches || is_device_short || !context.busy_poll.is_free() {
             return;
         }
         let Self { batcher, running, port, .. } = self;
@@ -279,7 +282,7 @@ impl<H: QueueHandler> Worker<H> {
         batcher.wait(|| {
             let mut all = None;
             for running in running.iter().filter(|running| running.has_work()) {
-                let at = u32::from(running.ring.lags_at(batch::ANSWERS_MIN, moving > 0)?);
+                let at = u32::from(running.ring.lags_at(batch::COMPLETIONS_MIN, active > 0)?);
                 all = Some(all.unwrap_or(0u32).wrapping_add(at));
             }
             let waits = all.filter(|_| !port.0.is_filled() && !transfers.has_events());
@@ -290,20 +293,20 @@ impl<H: QueueHandler> Worker<H> {
         });
     }
 
-    /// Takes in what other threads have served and moved.
-    fn take_returns(&mut self, context: &mut WorkerContext<H>) {
+    /// Processes the completions of other threads.
+    fn take_completions(&mut self, context: &mut WorkerContext<H>) {
         let Some(takeover) = context.takeover.clone() else { return };
-        for back in takeover.returns() {
-            match back {
-                Returned::Served { token, chain, answer: Answer::Done(written) } => {
+        for completion in takeover.completions() {
+            match completion {
+                Completion::Served { token, chain, answer: Answer::Done(written) } => {
                     if let Some((queue, _, memory)) = self.slots.take(token) {
-                        self.give_back(queue, chain, &memory, context.handler.complete(token, written));
+                        self.push_used(queue, chain, &memory, context.handler.complete(token, written));
                     }
                 }
-                Returned::Served { token, chain, answer } => self.slots.fill(token, chain, answer == Answer::Parked),
-                Returned::Transferred { token, outcome, moving } => {
-                    if let Some(moving) = moving {
-                        context.handler.attach(token, moving);
+                Completion::Served { token, chain, answer } => self.slots.fill(token, chain, answer == Answer::Parked),
+                Completion::Transferred { token, outcome, pending } => {
+                    if let Some(pending) = pending {
+                        context.handler.attach(token, pending);
                     }
                     self.transferred(context, token, outcome);
                 }
@@ -324,14 +327,14 @@ impl<H: QueueHandler> Worker<H> {
     fn transferred(&mut self, context: &mut WorkerContext<H>, token: u64, outcome: std::io::Result<usize>) {
         let Some((queue, chain, memory)) = self.slots.take(token) else { return };
         let written = finish(&mut context.handler, &chain, |handler| handler.transferred(token, &chain, outcome));
-        self.give_back(queue, chain, &memory, context.handler.complete(token, written));
+        self.push_used(queue, chain, &memory, context.handler.complete(token, written));
     }
 
     fn running_mut(&mut self, queue: usize) -> Option<&mut Running> {
         self.running.iter_mut().find(|running| running.queue == queue)
     }
 
-    fn give_back(&mut self, queue: usize, chain: Chain, memory: &Memory, written: u32) {
+    fn push_used(&mut self, queue: usize, chain: Chain, memory: &Memory, written: u32) {
         if let Some(running) = self.running_mut(queue) {
             running.push(&chain, Some(memory), written);
             running.out -= 1;
@@ -342,12 +345,12 @@ impl<H: QueueHandler> Worker<H> {
     fn publish(&mut self) {
         for running in &mut self.running {
             let wanted = running.ring.publish();
-            running.note();
+            running.mark_ring();
             if (wanted || running.owes_signal)
                 && let Some(call) = &running.call
             {
                 running.owes_signal = false;
-                // An eventfd is only full when the driver has not looked for ages, and then it is signalled already.
+                // A full eventfd is signalled already.
                 let _ = rustix::io::write(call, &1u64.to_ne_bytes());
             }
         }
@@ -356,25 +359,25 @@ impl<H: QueueHandler> Worker<H> {
     fn poll(&mut self, context: &mut WorkerContext<H>) -> bool {
         let Self { port, running, batcher, queue_options, .. } = self;
         let WorkerContext { transfers, busy_poll, .. } = context;
-        let is_asked = || port.0.is_filled() || running.iter().any(Running::has_work);
+        let has_work = || port.0.is_filled() || running.iter().any(Running::has_work);
         if busy_poll.will_poll() {
             transfers.submit();
         }
-        let found = busy_poll.poll(|| is_asked() || transfers.has_events());
-        if found && queue_options.gathers && transfers.in_flight() >= batch::DEVICE_BUSY_FROM && busy_poll.is_free() {
-            batcher.wait_for_peers(is_asked);
+        let found = busy_poll.poll(|| has_work() || transfers.has_events());
+        if found && queue_options.batches && transfers.in_flight() >= batch::DEVICE_BUSY_FROM && busy_poll.is_free() {
+            batcher.wait_for_peers(has_work);
         }
         found
     }
 
-    /// Returns how long to sleep at most, if queues are delayed.
+    /// Returns the longest sleep, if queues are delayed.
     fn delay_left(&self) -> Option<Duration> {
         self.running.iter().filter_map(Running::delay_left).min()
     }
 
     fn sleep(&mut self, context: &mut WorkerContext<H>) -> Result<(), TransfersError> {
         let delay = self.delay_left();
-        // All of them, without stopping at the first that has work.
+        // Without short-circuiting: kicks are enabled for all queues.
         let wanted = self.running.iter_mut().filter(|running| !running.broken && running.delay_left().is_none());
         if wanted.map(|running| running.want_kicks(true)).fold(false, |one, other| one | other) {
             for running in &mut self.running {
@@ -382,15 +385,15 @@ impl<H: QueueHandler> Worker<H> {
             }
             return Ok(());
         }
-        // The port's eventfd is watched, so a letter that came since the last look ends the sleep at once.
+        // The port's eventfd is watched, so a command that arrived since the last check ends the sleep at once.
         let WorkerContext { transfers, busy_poll, .. } = context;
         busy_poll.sleep(|| transfers.sleep_at_most(delay))?;
-        let in_vain = delay.is_none() && !self.port.0.is_filled() && !transfers.has_done();
-        let in_vain = in_vain && !self.running.iter().any(Running::has_work);
+        let is_spurious = delay.is_none() && !self.port.0.is_filled() && !transfers.has_done();
+        let is_spurious = is_spurious && !self.running.iter().any(Running::has_work);
         for running in &mut self.running {
             running.want_kicks(false);
-            if in_vain {
-                running.note_vain_kick(&self.name, &self.ratelimited_log);
+            if is_spurious {
+                running.count_spurious_kick(&self.name, &self.ratelimited_log);
             }
         }
         Ok(())
@@ -401,7 +404,7 @@ impl<H: QueueHandler> Worker<H> {
         self.deliver_replies(context);
     }
 
-    /// Completes chains by the replies that came.
+    /// Completes chains by the received replies.
     fn deliver_replies(&mut self, context: &mut WorkerContext<H>) {
         while let Some((token, message)) = self.slots.next_reply() {
             let Some(queue) = self.slots.queue(token) else { continue };
@@ -409,7 +412,7 @@ impl<H: QueueHandler> Worker<H> {
                 self.late.push((token, message));
             } else if let Some((queue, chain, memory)) = self.slots.take(token) {
                 let written = finish(&mut context.handler, &chain, |handler| handler.deliver(&chain, message));
-                self.give_back(queue, chain, &memory, written);
+                self.push_used(queue, chain, &memory, written);
             }
         }
     }

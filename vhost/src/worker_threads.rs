@@ -13,21 +13,21 @@ use crate::Device;
 use crate::pool::Pool;
 use crate::takeover::{SlowRequests, Takeover};
 use crate::threads::Threads;
-use crate::worker::{Ended, Port, QueueHandler, QueueOptions, Worker, WorkerContext, WorkerOptions};
+use crate::worker::{ExitReason, Port, QueueHandler, QueueOptions, Worker, WorkerContext, WorkerOptions};
 
 /// The port of a device's workers.
 pub(crate) type DevicePort<D> = Arc<Port<<<D as Device>::Handler as QueueHandler>::Message>>;
 
-/// How often a thread that lacks something to take over with tries again.
+/// How often a thread that cannot be set up for a takeover retries.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What the workers of one connection share.
+/// The state that the workers of one connection share.
 pub(crate) struct WorkerShared {
     pub(crate) threads: Arc<Threads>,
     pub(crate) ratelimited_log: Arc<RatelimitedLog>,
     monitor_handle: MonitorHandle,
     slow: Arc<SlowRequests>,
-    /// Threads of pools that there may be beside those that there are.
+    /// The number of further pool threads that may be started.
     budget: Arc<AtomicIsize>,
 }
 
@@ -42,7 +42,7 @@ impl WorkerShared {
     }
 }
 
-/// What each thread of a worker begins with.
+/// The start parameters of a worker's threads.
 struct WorkerThreads<D: Device> {
     device: Arc<D>,
     session: Arc<D::Session>,
@@ -73,21 +73,22 @@ impl<D: Device> WorkerThreads<D> {
         Ok(context)
     }
 
-    /// Where other threads take over, if the device has any.
+    /// Creates the place for takeovers, if the device has spare threads.
     fn takeover(self: &Arc<Self>, common: &WorkerShared) -> Option<Arc<Takeover<D::Handler>>> {
         if self.device.spare_threads() == 0 {
             return None;
         }
-        let (crew, name) = (Arc::clone(self), self.options().name);
+        let (worker_threads, name) = (Arc::clone(self), self.options().name);
         let (threads, budget) = (Arc::clone(&common.threads), Arc::clone(&common.budget));
-        let pool = Arc::new(Pool::new(name, threads, budget, move || crew.handler()));
+        let pool = Arc::new(Pool::new(name, threads, budget, move || worker_threads.handler()));
         let takeover = Arc::new_cyclic(|takeover: &Weak<Takeover<D::Handler>>| {
-            let (takeover, crew, threads) = (Weak::clone(takeover), Arc::clone(self), Arc::clone(&common.threads));
+            let (takeover, worker_threads, threads) =
+                (Weak::clone(takeover), Arc::clone(self), Arc::clone(&common.threads));
             let start = move |seen| {
-                let (takeover, crew) = (takeover.clone(), Arc::clone(&crew));
-                threads.spawn(crew.options().name, move || {
+                let (takeover, worker_threads) = (takeover.clone(), Arc::clone(&worker_threads));
+                threads.spawn(worker_threads.options().name, move || {
                     if let Some(takeover) = takeover.upgrade() {
-                        crew.take_over(takeover, seen);
+                        worker_threads.take_over(takeover, seen);
                     }
                 })
             };
@@ -97,17 +98,17 @@ impl<D: Device> WorkerThreads<D> {
         Some(takeover)
     }
 
-    /// Goes on in the place of a thread that is blocked in this call, if it still is.
+    /// Takes over from a thread that is blocked in this call, if it still is.
     fn take_over(&self, takeover: Arc<Takeover<D::Handler>>, seen: CallSnapshot) {
-        let mut is_told = false;
+        let mut is_logged = false;
         let mut context = loop {
             match self.context(Some(Arc::clone(&takeover)), Watch::default().first_owner()) {
                 Ok(context) => break context,
-                Err(error) if !is_told => tracing::error!("{error}"),
+                Err(error) if !is_logged => tracing::error!("{error}"),
                 Err(_) => {}
             }
-            is_told = true;
-            // There may be descriptors or memory again before the call ends.
+            is_logged = true;
+            // Descriptors or memory may be available again before the call ends.
             std::thread::sleep(RETRY_INTERVAL);
             if takeover.watch.look() != seen {
                 return;
@@ -116,13 +117,13 @@ impl<D: Device> WorkerThreads<D> {
         let Some(owner) = takeover.watch.take(seen) else { return };
         context.own(owner);
         if let Some(worker) = takeover.take() {
-            tracing::debug!("{}: a request waits, another thread goes on", self.options().name);
+            tracing::debug!("{}: a request is blocked, another thread takes over", self.options().name);
             serve(worker, context, Some(&takeover));
         }
     }
 }
 
-/// Serves until the end, or until another thread goes on.
+/// Serves until the end, or until another thread takes over.
 fn serve<H: QueueHandler>(
     mut worker: Box<Worker<H>>,
     mut context: WorkerContext<H>,
@@ -130,8 +131,8 @@ fn serve<H: QueueHandler>(
 ) {
     worker.adopt(&mut context);
     match worker.run(&mut context) {
-        Ok(Ended::Replaced) => return context.leave(),
-        Ok(Ended::Quit) => {}
+        Ok(ExitReason::Replaced) => return context.leave(),
+        Ok(ExitReason::Quit) => {}
         Err(error) => tracing::error!("{error}"),
     }
     if let Some(takeover) = takeover {
@@ -139,36 +140,43 @@ fn serve<H: QueueHandler>(
     }
 }
 
-/// Starts worker `index` of a device; `told` is told whether it serves.
+/// Starts worker `index` of a device; the result of its setup is sent to `outcome`.
 pub(crate) fn start<D: Device>(
     (device, session): (&Arc<D>, &Arc<D::Session>),
     index: usize,
     common: &WorkerShared,
-    told: Sender<Result<(), TransfersError>>,
+    outcome: Sender<Result<(), TransfersError>>,
 ) -> std::io::Result<DevicePort<D>> {
     let port = Arc::new(Port(Mailbox::new()?));
-    let crew = Arc::new(WorkerThreads {
+    let worker_threads = Arc::new(WorkerThreads {
         device: Arc::clone(device),
         session: Arc::clone(session),
         index,
         port: Arc::clone(&port),
     });
-    let takeover = crew.takeover(common);
+    let takeover = worker_threads.takeover(common);
     let ratelimited_log = Arc::clone(&common.ratelimited_log);
-    common.threads.spawn(crew.options().name, move || {
+    common.threads.spawn(worker_threads.options().name, move || {
         let owner =
             takeover.as_ref().map_or_else(|| Watch::default().first_owner(), |takeover| takeover.watch.first_owner());
-        let queue_options =
-            QueueOptions { gathers: crew.device.gathers(), registers_memory: crew.device.registers_memory() };
-        let worker =
-            Worker::new(Arc::clone(&crew.port), crew.options(), queue_options, crew.device.last(), ratelimited_log);
-        match crew.context(takeover.clone(), owner) {
+        let queue_options = QueueOptions {
+            batches: worker_threads.device.batches_requests(),
+            registers_memory: worker_threads.device.registers_memory(),
+        };
+        let worker = Worker::new(
+            Arc::clone(&worker_threads.port),
+            worker_threads.options(),
+            queue_options,
+            worker_threads.device.last(),
+            ratelimited_log,
+        );
+        match worker_threads.context(takeover.clone(), owner) {
             Ok(context) => {
-                drop(crew);
-                let _ = told.send(Ok(()));
+                drop(worker_threads);
+                let _ = outcome.send(Ok(()));
                 serve(worker, context, takeover.as_ref());
             }
-            Err(error) => drop(told.send(Err(error))),
+            Err(error) => drop(outcome.send(Err(error))),
         }
     })?;
     Ok(port)

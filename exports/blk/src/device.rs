@@ -99,7 +99,7 @@ impl Device for Blk {
         true
     }
 
-    fn gathers(&self) -> bool {
+    fn batches_requests(&self) -> bool {
         true
     }
 

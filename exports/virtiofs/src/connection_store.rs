@@ -6,16 +6,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferry_state::{FRONT_END_AWAITED, SessionStore};
-use ferry_vhost::{Commit, StoredConnection};
+use ferry_vhost::{Commit, InheritedConnection};
 
 /// The connection's part of the store.
 #[derive(Debug)]
 pub(crate) struct ConnectionStore(pub(crate) Arc<SessionStore>);
 
 impl ferry_vhost::ConnectionStore for ConnectionStore {
-    fn take(&self) -> Option<StoredConnection> {
+    fn take(&self) -> Option<InheritedConnection> {
         let left = self.0.take_connection()?;
-        Some(StoredConnection { socket: left.socket, records: left.records })
+        Some(InheritedConnection { socket: left.socket, records: left.records })
     }
 
     fn reconnect_timeout(&self) -> Option<Duration> {

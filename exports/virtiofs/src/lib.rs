@@ -35,7 +35,7 @@ pub use ferry_serve::{Acl, Cache, RestoreError, Share};
 pub use ferry_state::{Geometry, KeeperConnection, KeeperError, SERVER_AWAITED, SessionStore, StoreError};
 use ferry_vfs::FileSystem;
 pub use ferry_vfs::IdentityScope;
-pub use ferry_vhost::{Ended, FrontEnd};
+pub use ferry_vhost::{EndSignal, FrontEnd};
 use ferry_vhost::{Server, ServerError, Socket, SocketError};
 
 /// Options of an export.
@@ -102,12 +102,12 @@ pub struct Options {
     /// How the target host finds inodes when a guest is migrated.
     pub migration: IdentityScope,
     /// Called by threads before they begin their work, which stays the same until they end.
-    pub begun: Begun,
+    pub begun: ThreadHooks,
 }
 
 /// Functions that threads of the device call before they begin.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Begun {
+pub struct ThreadHooks {
     /// Called by a thread that serves a guest's requests, or starts threads for slow ones.
     pub worker: Option<fn()>,
     /// Called by the thread that maps files in a guest's window.
@@ -175,7 +175,7 @@ impl Default for Options {
             limiter: None,
             on_migration_error: OnMigrationError::default(),
             migration: IdentityScope::Paths,
-            begun: Begun::default(),
+            begun: ThreadHooks::default(),
         }
     }
 }
@@ -285,7 +285,7 @@ impl Export {
     }
 
     /// Returns a value to wait for the end of the only guest, see [`Options::once`].
-    pub fn ended(&self) -> Ended {
+    pub fn ended(&self) -> EndSignal {
         self.server.ended()
     }
 

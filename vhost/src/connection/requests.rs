@@ -1,4 +1,4 @@
-//! The front end's messages.
+//! Serves the front end's messages.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -12,7 +12,7 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 
-use super::{Connection, F_LOG_ALL, Inherited, Queue};
+use super::{Connection, F_LOG_ALL, Queue, TakeoverStage};
 use crate::dirty::DirtyLog;
 use crate::inflight::Area;
 use crate::memory::{MEMORY_REGIONS_MAX, Memory};
@@ -22,7 +22,7 @@ use crate::window::{self, AddedRegion};
 use crate::worker::Control;
 use crate::{Device, QUEUE_SIZE_MAX, waiting};
 
-/// A descriptor that a worker has, too.
+/// Wraps a descriptor that is shared with a worker.
 fn shared(fd: File) -> Arc<OwnedFd> {
     Arc::new(fd.into())
 }
@@ -49,7 +49,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     fn set_features(&mut self, features: u64) -> Result<()> {
         let unknown = features & !self.offered();
         if unknown != 0 {
-            tracing::error!("the front end wants features that were not offered: {unknown:#x}");
+            tracing::error!("the front end set features that were not offered: {unknown:#x}");
             return Err(Error::InvalidParam);
         }
         let changes = (self.features ^ features) & F_LOG_ALL != 0;
@@ -97,7 +97,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
-        // Only a packed ring has more than an index to it.
+        // Only the base of a packed ring has more than 16 bits.
         if !self.is_packed() && base > u32::from(u16::MAX) {
             return Err(Error::InvalidParam);
         }
@@ -116,7 +116,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         if fd.is_none() {
-            tracing::error!("the front end has no kick descriptor for queue {index}: rings without are not served");
+            tracing::error!("queue {index} has no kick descriptor; such rings are not served");
         }
         self.restart(u32::from(index), |queue| queue.kick = fd.map(shared))
     }
@@ -145,7 +145,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         let offered = self.protocol_offered() | VhostUserProtocolFeatures::REPLY_ACK;
         let unknown = features & !offered.bits();
         if unknown != 0 {
-            tracing::error!("the front end wants protocol features that were not offered: {unknown:#x}");
+            tracing::error!("the front end set protocol features that were not offered: {unknown:#x}");
             return Err(Error::InvalidParam);
         }
         self.protocol = VhostUserProtocolFeatures::from_bits_truncate(features);
@@ -176,7 +176,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     fn set_config(&mut self, offset: u32, bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
         match self.device.write_config(&self.session, offset, bytes) {
             true => {
-                self.keep();
+                self.store_driver_state();
                 Ok(())
             }
             false => Err(Error::InvalidOperation("this part of the configuration is read-only")),
@@ -191,14 +191,14 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         Err(Error::InvalidOperation("no shared objects"))
     }
 
-    fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        let wanted = usize::from(asked.num_queues);
+    fn get_inflight_fd(&mut self, request: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let wanted = usize::from(request.num_queues);
         if wanted > self.queues.len() {
             self.too_few_queues(wanted);
             return Err(Error::InvalidParam);
         }
-        Area::make(asked, self.queues.len()).map_err(|error| {
-            // There is no reply that says so: the front end would wait for one.
+        Area::make(request, self.queues.len()).map_err(|error| {
+            // The message has no error reply, so the connection ends.
             tracing::error!("{error}");
             Error::InvalidParam
         })
@@ -214,7 +214,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
                 connection.device.restore(&connection.session, kept);
             }
             connection.inflight = Some(area);
-            connection.keep();
+            connection.store_driver_state();
         })
     }
 
@@ -234,11 +234,11 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             bytes: region.memory_size,
         });
         let was_added = match self.taking_over {
-            Inherited::Now { later } => later,
-            Inherited::No | Inherited::Done => self.runs(),
+            TakeoverStage::Replaying { later } => later,
+            TakeoverStage::New | TakeoverStage::Done => self.runs(),
         };
         self.remap(|memory| memory.with(region, file, was_added))?;
-        self.tell(added);
+        self.update_window_regions(added);
         Ok(None)
     }
 
@@ -259,10 +259,10 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             return Err(Error::InvalidOperation("the state is transferred while the device is stopped"));
         }
         if self.runs() {
-            return Err(Error::InvalidOperation("queues run: they must be stopped before the state is transferred"));
+            return Err(Error::InvalidOperation("stop all queues before the state is transferred"));
         }
-        // Each has a thread, and may have a state in memory.
-        if self.transfer.as_ref().is_some_and(Transfer::is_under_way) {
+        // Each transfer has a thread and may hold a state in memory.
+        if self.transfer.as_ref().is_some_and(Transfer::is_running) {
             let refused = Error::InvalidOperation("the state is being transferred already, and its pipe is still open");
             self.refuses(&refused);
             return Err(refused);
@@ -273,7 +273,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         };
         let begun = begun.and_then(|begun| begun.map_err(|error| format!("no thread: {error}")));
         self.transfer = Some(begun.map_err(|reason| {
-            tracing::error!("the state of the device cannot be transferred: {reason}");
+            tracing::error!("cannot transfer the state of the device: {reason}");
             Error::ReqHandlerError(std::io::Error::other(reason))
         })?);
         Ok(None)
@@ -292,7 +292,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         let Some(window) = &self.window else {
             return Err(Error::InvalidOperation("shared memory is not offered"));
         };
-        // A mapping that is not acknowledged is of no use.
+        // Mappings need acknowledgements.
         let needs = VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::BACKEND_SEND_FD
             | VhostUserProtocolFeatures::REPLY_ACK;
@@ -315,17 +315,17 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             tracing::error!("{error}");
             Error::InvalidParam
         })?;
-        // Only success is answered: whoever gets no answer has to see that the line is cut.
+        // Only success has a reply: on an error the connection must end.
         let restarted = self.restart_all(|connection| connection.dirty = Some(Arc::new(log)));
         restarted.map_err(|error| {
-            tracing::error!("a queue cannot go on with the log for the pages that are written to: {error}");
+            tracing::error!("cannot restart a queue with the log of written pages: {error}");
             Error::InvalidParam
         })
     }
 }
 
 impl<D: Device> Connection<D> {
-    /// The state of the device, and what waits in its queues. Wherever these start, that is taken once more.
+    /// Returns the device's state and its parked requests, which are taken again where the queues start.
     fn save(&mut self) -> std::result::Result<Vec<u8>, String> {
         let waits =
             |queue: &Queue| if queue.resubmitted.is_empty() { queue.out.clone() } else { queue.resubmitted.clone() };
@@ -333,10 +333,10 @@ impl<D: Device> Connection<D> {
         let waiting: Vec<_> =
             queues.flat_map(|(index, queue)| waits(queue).into_iter().map(move |head| (index, head))).collect();
         if self.is_packed() && !waiting.is_empty() {
-            // Their descriptors may be written over by others that are used.
+            // Used descriptors may have overwritten theirs.
             let count = waiting.len();
             return Err(format!(
-                "requests of the guest that wait for a lock, in packed rings: {count}; migrate it when none does"
+                "{count} requests of the guest wait for locks in packed rings; migrate the guest when none do"
             ));
         }
         let state = waiting::before(self.device.save(&self.session)?, &waiting);

@@ -1,20 +1,19 @@
 //! The log of a packed ring (`QueueRegionPacked`).
 //!
-//! Used descriptors overwrite available ones, so the log keeps copies: chains of entries, taken from a list of free
-//! ones. What is about to change stands beside what held before, and the first used descriptor in the ring tells which
-//! of the two counts.
+//! Used descriptors overwrite available ones, so the log keeps copies: chains of entries from a free list. New values
+//! stand beside the old ones, and the first used descriptor in the ring decides which are valid.
 
 use std::sync::atomic::Ordering;
 
 use super::{LogError, Region};
 use crate::packed::{Descriptor, Place};
 
-/// Where the header's fields lie. The used index and its wrap counter are written in one piece with their old values:
-/// written one by one, a crash between the two could leave the index of one lap with the counter of another.
+/// Offsets in the header. The used indices and wrap counters are written as one number: otherwise a crash could leave
+/// the index of one lap with the counter of another.
 const FREE_HEAD_AT: usize = 12;
 const OLD_FREE_HEAD_AT: usize = 14;
 const USED_AT: usize = 16;
-/// Where the entries begin, what each takes, and where its fields lie (`DescStatePacked`).
+/// The offset and length of the entries, and offsets in an entry (`DescStatePacked`).
 const ENTRIES_BEGIN: usize = 32;
 const ENTRY_BYTES: usize = 32;
 const IN_FLIGHT: usize = 0;
@@ -27,46 +26,46 @@ const FLAGS: usize = 18;
 const LENGTH: usize = 20;
 const ADDRESS: usize = 24;
 
-/// As for split rings: another process finds the result of the first few stores.
+/// As for split rings: another process sees a prefix of the stores.
 const IN_ORDER: Ordering = Ordering::Release;
 
-/// Keeps copies of the chains that the driver waits for.
+/// Keeps copies of the chains in flight.
 #[derive(Debug)]
 pub(crate) struct PackedLog {
     region: Region,
     counter: u64,
-    /// The first free entry: the same as in memory, but nobody else can change it.
+    /// The first free entry, a private copy of the number in memory.
     free: u16,
     used: Place,
 }
 
-/// What a log tells of a ring.
+/// The contents of a log.
 #[derive(Debug)]
-pub(crate) struct Found {
-    /// Where the next used descriptor goes.
+pub(crate) struct LogContents {
+    /// The place of the next used descriptor.
     pub(crate) used: Place,
-    /// The chains in flight in the order in which they were taken, each with its length, as first read.
+    /// The chains in flight in the order in which they were taken, each with its number of descriptors.
     pub(crate) entries: Vec<(u16, u16)>,
-    /// Their descriptors.
+    /// The number of their descriptors.
     pub(crate) descriptors: u16,
 }
 
 impl PackedLog {
-    /// Opens the log of a queue. `used` is where a new log begins; `still_available` tells whether the descriptor at a
-    /// place of the ring is the driver's of that lap, if there is such a place.
+    /// Opens the log of a queue. `used` is where a new log begins. `still_available` returns whether the descriptor
+    /// at a place of the ring is available in that lap; `None` if there is no such place.
     pub(crate) fn open(
         region: Region,
         size: u16,
         used: Place,
         still_available: impl Fn(Place) -> Option<bool>,
-    ) -> Result<(Self, Option<Found>), LogError> {
-        let begun = region.is_begun(size)?;
+    ) -> Result<(Self, Option<LogContents>), LogError> {
+        let is_valid = region.is_valid(size)?;
         let mut log = Self { region, counter: 0, free: 0, used };
-        if !begun {
+        if !is_valid {
             log.begin();
             return Ok((log, None));
         }
-        log.settle(still_available)?;
+        log.finish_last_batch(still_available)?;
         let free = log.sweep()?;
         let found = log.find(size, free)?;
         Ok((log, Some(found)))
@@ -75,17 +74,17 @@ impl PackedLog {
     fn begin(&mut self) {
         for entry in 0..self.region.entries {
             self.set_in_flight(entry, false);
-            // The last one leads to where nothing is.
+            // The last one leads past the end.
             self.store(entry_at(entry) + NEXT, entry + 1);
         }
         self.store(FREE_HEAD_AT, 0);
         self.store(OLD_FREE_HEAD_AT, 0);
         self.store_used(self.used, self.used);
-        self.region.begun();
+        self.region.set_valid();
     }
 
-    /// Completes the last batch if the driver has seen it, else undoes it.
-    fn settle(&mut self, still_available: impl Fn(Place) -> Option<bool>) -> Result<(), LogError> {
+    /// Completes the last batch if the driver has seen it, otherwise undoes it.
+    fn finish_last_batch(&mut self, still_available: impl Fn(Place) -> Option<bool>) -> Result<(), LogError> {
         let (used, old) = self.load_used();
         let available = still_available(old).ok_or(LogError::Nonsense("the used index is outside the ring"))?;
         if used != old && !available {
@@ -102,7 +101,7 @@ impl PackedLog {
         Ok(())
     }
 
-    /// Entries of the free list are not in flight. Returns how many there are.
+    /// Marks the entries of the free list as not in flight; returns their number.
     fn sweep(&mut self) -> Result<u16, LogError> {
         let (mut entry, mut count) = (self.free, 0);
         while entry < self.region.entries {
@@ -116,7 +115,7 @@ impl PackedLog {
         Ok(count)
     }
 
-    fn find(&mut self, size: u16, free: u16) -> Result<Found, LogError> {
+    fn find(&mut self, size: u16, free: u16) -> Result<LogContents, LogError> {
         let mut found: Vec<(u64, u16, u16)> = Vec::new();
         let mut descriptors: u32 = 0;
         for entry in 0..self.region.entries {
@@ -130,14 +129,14 @@ impl PackedLog {
             return Err(LogError::Nonsense("some entries are neither free nor in flight"));
         }
         let descriptors = u16::try_from(descriptors).ok().filter(|descriptors| *descriptors <= size);
-        let descriptors = descriptors.ok_or(LogError::Nonsense("more is in flight than the queue holds"))?;
+        let descriptors = descriptors.ok_or(LogError::Nonsense("more descriptors are in flight than the queue has"))?;
         found.sort_unstable();
         self.counter = found.last().map_or(0, |(counter, ..)| counter.wrapping_add(1));
         let entries = found.into_iter().map(|(_, entry, count)| (entry, count)).collect();
-        Ok(Found { used: self.used, entries, descriptors })
+        Ok(LogContents { used: self.used, entries, descriptors })
     }
 
-    /// The device has taken a chain. Answers the entry that stands for it.
+    /// Records a chain that the device has taken. Returns its entry.
     #[inline]
     pub(crate) fn take(&mut self, descriptors: &[Descriptor]) -> Result<u16, LogError> {
         let head = self.free;
@@ -158,7 +157,7 @@ impl PackedLog {
         }
         self.store(entry_at(head) + LAST, last);
         self.store(FREE_HEAD_AT, self.free);
-        // Up to here the entries are still on the old free list, and the chain on nobody's account.
+        // Before this store the entries are on the old free list, and the chain is not recorded.
         self.store(OLD_FREE_HEAD_AT, self.free);
         Ok(head)
     }
@@ -194,11 +193,11 @@ impl PackedLog {
         }
     }
 
-    /// A batch is about to be shown to the driver, after which the used index will be `used`.
+    /// Records a batch that is about to be published, after which the used index will be `used`.
     #[inline]
-    pub(crate) fn give_back(&mut self, batch: impl Iterator<Item = u16>, used: Place) {
+    pub(crate) fn begin_publish(&mut self, batch: impl Iterator<Item = u16>, used: Place) {
         for head in batch {
-            // What the front end did to the entry can harm nobody but itself: a wrong entry is not followed here.
+            // A wrong entry, which only the front end can cause, must not lead outside.
             let last = self.load(entry_at(head) + LAST).min(self.region.entries - 1);
             self.store(entry_at(last) + NEXT, self.free);
             self.free = head;
@@ -207,9 +206,9 @@ impl PackedLog {
         self.store_used(used, self.used);
     }
 
-    /// The driver sees the batch.
+    /// Records that the batch was published.
     #[inline]
-    pub(crate) fn published(&mut self, batch: impl Iterator<Item = u16>, used: Place) {
+    pub(crate) fn end_publish(&mut self, batch: impl Iterator<Item = u16>, used: Place) {
         for head in batch {
             self.set_in_flight(head, false);
         }

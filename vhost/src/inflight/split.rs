@@ -4,40 +4,40 @@ use std::sync::atomic::Ordering;
 
 use super::{LogError, Region};
 
-/// Where the header's fields lie.
+/// Offsets in the header.
 const LAST_BATCH_HEAD_AT: usize = 12;
 const USED_INDEX_AT: usize = 14;
-/// Where the entries begin, what each takes, and where its fields lie (`DescStateSplit`).
+/// The offset and length of the entries, and offsets in an entry (`DescStateSplit`).
 const ENTRIES_BEGIN: usize = 16;
 const ENTRY_BYTES: usize = 16;
 const IN_FLIGHT: usize = 0;
 const NEXT: usize = 6;
 const COUNTER: usize = 8;
 
-/// Every store releases, so that another process only ever finds the results of the first few.
+/// Every store releases, so that another process sees a prefix of the stores.
 const IN_ORDER: Ordering = Ordering::Release;
 
-/// Keeps, by the number of their head descriptor, the chains that the driver waits for.
+/// Records the chains in flight, by their head descriptors.
 #[derive(Debug)]
 pub(crate) struct SplitLog {
     region: Region,
-    /// Tells the order in which chains were taken.
+    /// Numbers the chains in the order in which they were taken.
     counter: u64,
-    /// Given back since the driver was last shown the used index.
+    /// Heads that were used since the used index was last published.
     batch: Vec<u16>,
 }
 
 impl SplitLog {
-    /// Opens the log of a queue whose used index stands at `used_index`. Answers the heads in flight in the order in
-    /// which they were taken; none if the log is new, or of another ring.
+    /// Opens the log of a queue with this used index. Returns the heads in flight in the order in which they were
+    /// taken; `None` if the log is new or of another ring.
     pub(crate) fn open(region: Region, size: u16, used_index: u16) -> Result<(Self, Option<Vec<u16>>), LogError> {
-        let begun = region.is_begun(size)?;
+        let is_valid = region.is_valid(size)?;
         let mut log = Self { region, counter: 0, batch: Vec::new() };
-        // The index of a ring that was set up anew is nowhere near that of the old one.
+        // A new ring's index is far from that of the old one.
         let last_batch = used_index.wrapping_sub(log.load(USED_INDEX_AT));
-        if !begun || last_batch > size {
-            if begun {
-                tracing::warn!("the in-flight memory is that of an earlier ring, and forgotten");
+        if !is_valid || last_batch > size {
+            if is_valid {
+                tracing::warn!("discarding the in-flight log of an earlier ring");
             }
             log.begin(used_index);
             return Ok((log, None));
@@ -49,7 +49,7 @@ impl SplitLog {
         }
         found.sort_unstable();
         if found.len() > usize::from(size) || found.iter().any(|(_, head)| *head >= size) {
-            return Err(LogError::Nonsense("more is in flight than the queue holds"));
+            return Err(LogError::Nonsense("more chains are in flight than the queue has entries"));
         }
         log.counter = found.last().map_or(0, |(counter, _)| counter.wrapping_add(1));
         Ok((log, Some(found.into_iter().map(|(_, head)| head).collect())))
@@ -61,10 +61,10 @@ impl SplitLog {
         }
         self.store(LAST_BATCH_HEAD_AT, 0);
         self.store(USED_INDEX_AT, used_index);
-        self.region.begun();
+        self.region.set_valid();
     }
 
-    /// The driver was shown the last batch, but its entries may still say that they are in flight.
+    /// Finishes the last batch: it was published, but its entries may still be marked as in flight.
     fn end_last_batch(&mut self, chains: u16, used_index: u16) -> Result<(), LogError> {
         let mut head = self.load(LAST_BATCH_HEAD_AT);
         for _ in 0..chains {
@@ -78,7 +78,7 @@ impl SplitLog {
         Ok(())
     }
 
-    /// The device has taken a chain.
+    /// Records a chain that the device has taken.
     #[inline]
     pub(crate) fn take(&mut self, head: u16) {
         self.region.cells.store_u64(self.entry(head) + COUNTER, self.counter, IN_ORDER);
@@ -86,17 +86,17 @@ impl SplitLog {
         self.set_in_flight(head, true);
     }
 
-    /// It stands in the used ring, where the driver does not look yet.
+    /// Records a chain that is in the used ring and not published yet.
     #[inline]
-    pub(crate) fn give_back(&mut self, head: u16) {
+    pub(crate) fn add_used(&mut self, head: u16) {
         self.store(self.entry(head) + NEXT, self.load(LAST_BATCH_HEAD_AT));
         self.store(LAST_BATCH_HEAD_AT, head);
         self.batch.push(head);
     }
 
-    /// The driver sees all that was given back.
+    /// Records that the used index was published.
     #[inline]
-    pub(crate) fn published(&mut self, used_index: u16) {
+    pub(crate) fn end_publish(&mut self, used_index: u16) {
         for index in 0..self.batch.len() {
             self.set_in_flight(self.batch[index], false);
         }

@@ -49,12 +49,12 @@ fn what_the_driver_has_set_is_kept_where_there_is_room() {
     let area = open(kept.mmap_size);
     assert_eq!(area.driver_state(), None);
     for set in [0, 7, u32::MAX] {
-        area.keep(set);
+        area.store_driver_state(set);
         assert_eq!(open(kept.mmap_size).driver_state(), Some(set));
     }
     // Memory that another server made has no room for it, and the last region is not touched.
     let other = open(kept.mmap_size - NOTE_BYTES as u64);
-    other.keep(5);
+    other.store_driver_state(5);
     assert_eq!((other.driver_state(), area.driver_state()), (None, Some(u32::MAX)));
     area.clear();
     assert_eq!(area.driver_state(), Some(u32::MAX), "the device says anew what is left of it after a reset");
@@ -69,12 +69,12 @@ fn the_layout_is_that_of_the_specification() {
     let (mut split, None) = SplitLog::open(region.clone(), 4, 7).unwrap() else { panic!("it is new") };
     split.take(2);
     split.take(1);
-    split.give_back(2);
+    split.add_used(2);
     // version, desc_num, last_batch_head, used_idx
     assert_eq!([8, 10, 12, 14].map(|at| bytes(&region, at)), [1, 4, 2, 7]);
     // desc[1] and desc[2]: inflight, counter
     assert_eq!([32, 40, 48, 56].map(|at| bytes(&region, at)), [1, 1, 1, 0]);
-    split.published(8);
+    split.end_publish(8);
     assert_eq!([14, 32, 48].map(|at| bytes(&region, at)), [8, 1, 0]);
 
     let region = area(1, 4).region(0).unwrap();
@@ -86,9 +86,9 @@ fn the_layout_is_that_of_the_specification() {
     assert_eq!([8, 10, 12, 14, 16, 18, 20, 21].map(|at| bytes(&region, at)), [1, 4, 2, 2, 3, 3, 1, 1]);
     // desc[0]: inflight, next, last, num, counter, id, flags, len, addr
     assert_eq!([32, 34, 36, 38, 40, 48, 50, 52, 56].map(|at| bytes(&region, at)), [1, 1, 1, 2, 0, 9, 6, 5, 0x77]);
-    packed.give_back([0].into_iter(), Place { index: 1, wrap: false });
+    packed.begin_publish([0].into_iter(), Place { index: 1, wrap: false });
     assert_eq!([12, 14, 16, 18, 20, 21].map(|at| bytes(&region, at)), [0, 2, 1, 3, 0, 1]);
-    packed.published([0].into_iter(), Place { index: 1, wrap: false });
+    packed.end_publish([0].into_iter(), Place { index: 1, wrap: false });
     assert_eq!([12, 14, 16, 18, 20, 21, 32].map(|at| bytes(&region, at)), [0, 0, 1, 1, 0, 0, 0]);
 }
 
@@ -146,16 +146,16 @@ proptest! {
         if let Ok((mut log, found)) = SplitLog::open(region.clone(), 8, 3) {
             for head in found.unwrap_or_default() {
                 prop_assert!(head < 8);
-                log.give_back(head);
+                log.add_used(head);
             }
-            log.published(4);
+            log.end_publish(4);
         }
         if let Ok((mut log, found)) = PackedLog::open(region, 8, Place::FRESH, |_| available) {
             let mut out = Vec::new();
             for entry in found.map(|found| found.entries).unwrap_or_default() {
                 if log.read(entry, &mut out).is_ok() {
-                    log.give_back([entry.0].into_iter(), Place::FRESH);
-                    log.published([entry.0].into_iter(), Place::FRESH);
+                    log.begin_publish([entry.0].into_iter(), Place::FRESH);
+                    log.end_publish([entry.0].into_iter(), Place::FRESH);
                 }
             }
             while log.take(&[crate::packed::Descriptor::default()]).is_ok_and(|entry| entry != 7) {}

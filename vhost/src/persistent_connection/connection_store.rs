@@ -1,4 +1,4 @@
-//! Where a front end's connection outlives the server.
+//! The store in which a front end's connection outlives the server.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -6,12 +6,12 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-/// Recorded messages of a front end, with their descriptors. The next server repeats them in the order of their keys.
+/// Recorded messages of a front end, with their descriptors. The next server replays them in the order of their keys.
 pub type Records = BTreeMap<u64, (Vec<u8>, Vec<OwnedFd>)>;
 
 /// A connection that the previous server left.
 #[derive(Debug)]
-pub struct StoredConnection {
+pub struct InheritedConnection {
     /// The socket.
     pub socket: OwnedFd,
     /// The recorded messages of the front end.
@@ -36,7 +36,7 @@ pub struct Commit<'a> {
 /// Stores the connection to a front end outside of this process, for the next server.
 pub trait ConnectionStore: Debug + Send + Sync {
     /// Returns the connection that the previous server left, once.
-    fn take(&self) -> Option<StoredConnection>;
+    fn take(&self) -> Option<InheritedConnection>;
     /// How long to wait for the front end of a guest that the previous server served. `None`: there was none.
     fn reconnect_timeout(&self) -> Option<Duration>;
     /// Stores a new connection.
@@ -44,7 +44,7 @@ pub trait ConnectionStore: Debug + Send + Sync {
     /// # Errors
     /// The store is lost.
     fn put(&self, socket: BorrowedFd<'_>) -> io::Result<()>;
-    /// Takes a message of the connection, records it and replies to it, all in one step. One thread at a time.
+    /// Takes a message of the connection, records it and replies to it, in one step. Called by one thread at a time.
     ///
     /// # Errors
     /// The store is lost or full.

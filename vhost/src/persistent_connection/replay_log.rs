@@ -1,8 +1,8 @@
 //! The log of messages that the next server must replay.
 //!
-//! A record's key is its place in that order: features, the log of dirty pages, the window, memory, rings. All but the memory's are the last message of their
-//! kind. The memory's are a table and what was added and removed since; what was added and is gone again leaves nothing. Where a ring
-//! begins is recorded whenever it rests, however it came to that.
+//! A record's key is its place in the replay: features, the log of written pages, the window, memory, rings. Of most
+//! kinds only the last message is recorded. Of the memory, the table and later additions and removals are; a region
+//! that was added and removed leaves no record. The base of a ring is recorded whenever the ring stops.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -36,8 +36,8 @@ mod request {
     pub(super) const GET_SHMEM_CONFIG: u32 = 44;
 }
 
-/// What a ring is told, in the order in which it is: it starts with the last of these.
-const OF_A_RING: [u32; 7] = [
+/// The messages of a ring in the order of replay: the last one starts it.
+const RING_REQUESTS: [u32; 7] = [
     request::SET_VRING_NUM,
     request::SET_VRING_BASE,
     request::SET_VRING_ADDR,
@@ -47,7 +47,7 @@ const OF_A_RING: [u32; 7] = [
     request::SET_VRING_ENABLE,
 ];
 
-/// Where each kind begins.
+/// The first key of each kind.
 const OFFER: u64 = 1;
 const FEATURES: u64 = 2;
 const PROTOCOL_FEATURES: u64 = 3;
@@ -56,17 +56,17 @@ const CHANNEL: u64 = 5;
 const WINDOW: u64 = 6;
 const MEMORY: u64 = 1 << 32;
 const RINGS: u64 = 1 << 62;
-/// In the key of memory that was added: the guest ran with other memory before.
+/// In the key of added memory: the guest ran already.
 const ADDED: u64 = 1;
 
 /// Flags of a message (vhost-user, "Header").
 const FLAGS_AT: usize = 4;
 const NEED_REPLY: u32 = 8;
-/// With the number of a ring: no descriptor comes along.
+/// With the number of a ring: the message has no descriptor.
 const NO_FD: u32 = 1 << 8;
 const VERSION: u32 = 1;
 
-/// Whether a record is of memory that was added to a guest that ran.
+/// Whether a record is of memory that was added to a running guest.
 pub(crate) fn was_added(key: u64) -> bool {
     (MEMORY..RINGS).contains(&key) && key & ADDED != 0
 }
@@ -96,27 +96,27 @@ pub(super) fn resets(message: &[u8]) -> bool {
     matches!(request_of(message), Some(request::RESET_OWNER | request::RESET_DEVICE))
 }
 
-/// What is to be recorded of a message.
+/// The change of the records by a message.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Entry {
     /// The record, and its key.
     pub(super) record: Option<(u64, Vec<u8>)>,
-    /// The message's descriptors belong to it.
+    /// The record includes the message's descriptors.
     pub(super) has_files: bool,
     /// Records that are void.
     pub(super) drops: Vec<u64>,
 }
 
-/// Where a region lies in the guest's memory, and how long it is.
+/// The guest-physical address and the length of a region.
 type Place = (u64, u64);
 
-/// What is recorded.
+/// The keys of the records.
 #[derive(Debug, Default)]
 pub(super) struct ReplayLog {
-    /// Of the memory: what was added stands with its place.
+    /// Records of memory, added regions with their places.
     memory: BTreeMap<u64, Option<Place>>,
     rings: BTreeSet<u64>,
-    /// Where rings begin, those that do not begin at 0.
+    /// The bases of rings that do not begin at 0.
     bases: BTreeMap<u8, u32>,
 }
 
@@ -137,19 +137,19 @@ fn place(message: &[u8]) -> Option<Place> {
     Some((word(message, HEADER_BYTES + 8)?, word(message, HEADER_BYTES + 16)?))
 }
 
-/// The number of the ring that a message is about.
+/// Returns the ring of a message.
 fn ring_of(message: &[u8]) -> Option<u8> {
-    // With descriptors come flags in the bits above (vhost-user, "A vring descriptor index").
+    // In messages with descriptors the upper bits are flags (vhost-user, "A vring descriptor index").
     u8::try_from(half(message, HEADER_BYTES)? & 0xff).ok()
 }
 
 fn ring_key(ring: u8, request: u32) -> Option<u64> {
-    let step = OF_A_RING.iter().position(|of| *of == request)?;
+    let step = RING_REQUESTS.iter().position(|of| *of == request)?;
     Some(RINGS | u64::from(ring) << 8 | step as u64)
 }
 
 impl ReplayLog {
-    /// What the server before has recorded.
+    /// Creates the log from the records of the previous server.
     pub(super) fn of(records: &Records) -> Self {
         let mut replay_log = Self::default();
         for (key, (bytes, _)) in records {
@@ -168,7 +168,7 @@ impl ReplayLog {
         replay_log
     }
 
-    /// A ring rests, and goes on from here.
+    /// Records the base of a stopped ring.
     pub(super) fn record_base(&mut self, ring: u8, base: u32) -> Option<Entry> {
         let key = ring_key(ring, request::SET_VRING_BASE)?;
         if self.bases.get(&ring).copied().unwrap_or(0) == base {
@@ -180,15 +180,15 @@ impl ReplayLog {
         Some(Entry { record: Some((key, message)), ..Entry::default() })
     }
 
-    /// A message was acted upon; queues `run`, or did.
+    /// Records an executed message; `run`: whether queues run or ran.
     pub(super) fn enter(&mut self, message: &[u8], run: bool) -> Entry {
         let Some(request) = request_of(message) else { return Entry::default() };
         let mut bytes = message.to_vec();
-        // Nobody waits for an answer to it when it is said again.
+        // A replayed message needs no reply.
         let flags = number(message.first_chunk().unwrap_or(&[0; HEADER_BYTES]), FLAGS_AT) & !NEED_REPLY;
         bytes[FLAGS_AT..FLAGS_AT + 4].copy_from_slice(&flags.to_ne_bytes());
         match request {
-            // Whoever never asked is not told when a message was done, whatever was agreed.
+            // Acknowledgements are sent only after GET_FEATURES, whatever was negotiated.
             request::GET_FEATURES => Entry { record: Some((OFFER, bytes)), ..Entry::default() },
             request::SET_FEATURES => Entry { record: Some((FEATURES, bytes)), ..Entry::default() },
             request::SET_PROTOCOL_FEATURES => Entry { record: Some((PROTOCOL_FEATURES, bytes)), ..Entry::default() },
@@ -206,19 +206,19 @@ impl ReplayLog {
                 Entry { record: Some((key, bytes)), has_files: true, drops: Vec::new() }
             }
             request::REM_MEM_REG => self.remove_memory(message, bytes),
-            // Where it begins is recorded when it rests.
+            // The base is recorded when the ring stops.
             request::SET_VRING_BASE => Entry::default(),
-            // It starts again with another kick descriptor.
+            // The ring restarts with another kick descriptor.
             request::GET_VRING_BASE => {
                 let kick = ring_of(message).and_then(|ring| ring_key(ring, request::SET_VRING_KICK));
                 let drops: Vec<u64> = kick.into_iter().filter(|kick| self.rings.remove(kick)).collect();
                 Entry { drops, ..Entry::default() }
             }
             request::RESET_OWNER | request::RESET_DEVICE => {
-                // Whom to signal stays known.
+                // The call and error descriptors stay valid.
                 let is_void = |key: &u64| {
                     let stays = [request::SET_VRING_CALL, request::SET_VRING_ERR];
-                    !OF_A_RING.get((key & 0xff) as usize).is_some_and(|of| stays.contains(of))
+                    !RING_REQUESTS.get((key & 0xff) as usize).is_some_and(|of| stays.contains(of))
                 };
                 let drops: Vec<u64> = self.rings.iter().copied().filter(is_void).collect();
                 self.rings.retain(|key| !is_void(key));
@@ -247,7 +247,7 @@ impl ReplayLog {
                 self.memory.remove(&key);
                 Entry { drops: vec![key], ..Entry::default() }
             }
-            // It is one of the table's.
+            // A region of the table.
             None => {
                 let key = self.next_memory();
                 self.memory.insert(key, None);
@@ -267,12 +267,12 @@ mod tests {
         head.into_iter().chain(words.iter().flat_map(|word| word.to_ne_bytes())).collect()
     }
 
-    /// The records that a keeper would have after these messages, as numbers of requests in the order of their keys.
+    /// Returns the records after these messages, as numbers of requests in the order of their keys.
     fn recorded(messages: &[(Vec<u8>, u32)]) -> Vec<(u32, Option<u64>)> {
         let (mut replay_log, mut records) = (ReplayLog::default(), BTreeMap::new());
         for (message, base) in messages {
-            let resting = replay_log.record_base(0, *base);
-            let entries = resting.into_iter().chain([replay_log.enter(message, true)]).collect::<Vec<_>>();
+            let stopped = replay_log.record_base(0, *base);
+            let entries = stopped.into_iter().chain([replay_log.enter(message, true)]).collect::<Vec<_>>();
             for entry in entries {
                 for key in entry.drops {
                     records.remove(&key);
@@ -286,7 +286,7 @@ mod tests {
                     records.insert(key, (bytes, Vec::new()));
                 }
             }
-            // The next server knows as much of it.
+            // The next server has the same log.
             let next = ReplayLog::of(&records);
             assert_eq!((&next.memory, &next.rings), (&replay_log.memory, &replay_log.rings));
             assert_eq!(next.bases, replay_log.bases);
@@ -332,7 +332,7 @@ mod tests {
         assert_eq!(of, expected);
     }
 
-    /// Who takes over knows what is mapped before it hears of regions that are.
+    /// A server that takes over must know the mappings before the regions.
     #[test]
     fn the_window_comes_before_the_memory() {
         use request::*;
@@ -358,7 +358,7 @@ mod tests {
             steps.extend([(ADD_MEM_REG, two), (REM_MEM_REG, two)]);
         }
         assert_eq!(after(&steps), [(SET_MEM_TABLE, None), (ADD_MEM_REG, Some(0x1000))]);
-        // What the table had is removed by a message that stays.
+        // The removal of a region of the table is recorded.
         let removed = after(&[table, (REM_MEM_REG, one), (ADD_MEM_REG, one), (REM_MEM_REG, one)]);
         assert_eq!(removed, [(SET_MEM_TABLE, None), (REM_MEM_REG, Some(0x1000))]);
         assert_eq!(after(&[table, (ADD_MEM_REG, one), table]), [(SET_MEM_TABLE, None)]);
@@ -369,7 +369,7 @@ mod tests {
         use request::*;
         let setup = [(SET_VRING_BASE, 0), (SET_VRING_CALL, 0), (SET_VRING_KICK, 0), (SET_VRING_ENABLE, 1 << 32)];
         let mut steps: Vec<_> = setup.map(|(request, word)| (message(request, &[word]), 0)).into();
-        // It is disabled, and then stopped.
+        // It is disabled, then stopped.
         steps.push((message(SET_VRING_ENABLE, &[0]), 77));
         let of = recorded(&steps);
         let requests: Vec<u32> = of.iter().map(|(request, _)| *request).collect();
@@ -380,7 +380,7 @@ mod tests {
         let entry = ReplayLog::default().record_base(3, 77).expect("it is not at 0");
         let (_, bytes) = entry.record.expect("where it rests");
         assert_eq!((ring_of(&bytes), word(&bytes, HEADER_BYTES)), (Some(3), Some(77 << 32 | 3)));
-        // After a reset only the signal is known.
+        // After a reset only the call descriptor stays.
         steps.push((message(RESET_DEVICE, &[]), 77));
         assert_eq!(recorded(&steps).iter().map(|(request, _)| *request).collect::<Vec<_>>(), [SET_VRING_CALL]);
     }

@@ -61,7 +61,7 @@ fn live(guest: &mut Guest, device: &mut Device, log: Region, begin: Begin) {
     guest.poll();
 }
 
-/// Serves all there is with a server that stays. Answers the numbers in the order in which they came.
+/// Serves all chains by a server that stays. Returns the numbers in the order in which they came.
 fn finish(guest: &mut Guest, log: Region) -> Vec<u64> {
     let mut ring = guest.ring(Begin::At(guest.base()), Some(log)).unwrap();
     let mut device = Device::default();

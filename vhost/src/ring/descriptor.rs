@@ -1,4 +1,4 @@
-//! Descriptors, and what makes a chain of them good.
+//! Reads descriptors and checks chains of them.
 
 use vm_memory::VolatileSlice;
 
@@ -17,7 +17,7 @@ pub(super) const INDIRECT: u16 = 4;
 pub(super) fn copy_out(table: *mut u8, index: u16) -> (u64, [u8; 8]) {
     let mut bytes = [0u8; DESCRIPTOR_BYTES as usize];
     let start = table.wrapping_add(bytes.len() * usize::from(index));
-    // SAFETY: whoever made the table checked that it lies in guest memory, which the ring keeps mapped.
+    // SAFETY: the creator of the table checked that it lies in guest memory, which the ring keeps mapped.
     unsafe { VolatileSlice::new(start, bytes.len()) }.copy_to(&mut bytes);
     let [a, b, c, d, e, f, g, h, rest @ ..] = bytes;
     (u64::from_le_bytes([a, b, c, d, e, f, g, h]), rest)
@@ -47,7 +47,7 @@ pub(super) fn add(chain: &mut Chain, memory: &Memory, extent: Extent, flags: u16
     }
 }
 
-/// The place and the number of entries of an indirect table.
+/// Returns the address and the number of entries of an indirect table.
 pub(super) fn indirect_table(memory: &Memory, extent: Extent) -> Result<(*mut u8, u16), ChainError> {
     let Extent { address, bytes } = extent;
     let entries = u16::try_from(bytes / DESCRIPTOR_BYTES).ok();

@@ -249,8 +249,8 @@ pub(super) fn serve(chain: &Chain) -> u64 {
 pub(super) fn pop(ring: &mut Ring) -> Option<Chain> {
     let mut chain = Chain::default();
     match ring.pop(&mut chain).unwrap() {
-        Popped::Chain => Some(chain),
-        Popped::Empty => None,
-        Popped::Dropped(error) => panic!("{error}"),
+        PopOutcome::Chain => Some(chain),
+        PopOutcome::Empty => None,
+        PopOutcome::Dropped(error) => panic!("{error}"),
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::descriptor::{DESCRIPTOR_BYTES, Extent, INDIRECT, NEXT, WRITE, add, copy_out, indirect_table};
-use super::{Begin, ChainError, Popped, RingError, RingSetup};
+use super::{Begin, ChainError, PopOutcome, RingError, RingSetup};
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
 use crate::inflight::{PackedLog, Region};
@@ -13,27 +13,27 @@ use crate::memory::Memory;
 use crate::packed::{AVAILABLE, Descriptor, Place, USED};
 use crate::shared::Cells;
 
-/// Where a descriptor's fields lie.
+/// Offsets in a descriptor.
 const LENGTH: usize = 8;
 const ID: usize = 12;
 const FLAGS: usize = 14;
 
-/// An event suppression structure (2.8.10): the descriptor with its wrap counter, and above it the flags.
+/// An event suppression structure (2.8.10): the descriptor with its wrap counter, and the flags in the upper half.
 const EVENT_BYTES: usize = 4;
 pub(super) const EVENT_ENABLE: u32 = 0;
 pub(super) const EVENT_DISABLE: u32 = 1;
 pub(super) const EVENT_DESCRIPTOR: u32 = 2;
 
-/// A chain that goes back.
+/// A completed chain.
 #[derive(Debug)]
-struct Done {
+struct UsedChain {
     id: u16,
     descriptors: u16,
     entry: u16,
     written: u32,
 }
 
-/// A packed virtqueue of the guest's.
+/// A packed virtqueue of the guest.
 #[derive(Debug)]
 pub(crate) struct PackedRing {
     memory: Arc<Memory>,
@@ -45,15 +45,16 @@ pub(crate) struct PackedRing {
     indirect: bool,
     /// The next descriptor to take.
     available: Place,
-    /// Where the next used descriptor goes.
+    /// The place of the next used descriptor.
     used: Place,
     /// The chain being taken.
     taken: Vec<Descriptor>,
-    /// Given back, not yet shown.
-    batch: Vec<Done>,
-    /// What is in flight, for whoever comes after us.
+    /// Completed chains that are not published yet.
+    batch: Vec<UsedChain>,
+    /// The in-flight log, for the next server.
     log: Option<PackedLog>,
-    /// Chains that were in flight when the server before us ended, by their entry in the log, and their length.
+    /// Chains that were in flight when the previous server ended, by their entry in the log and number of
+    /// descriptors.
     resubmitted: VecDeque<(u16, u16)>,
 }
 
@@ -102,7 +103,7 @@ impl PackedRing {
         (self.available, self.used) = (Place::from_bits(base), Place::from_bits(base >> 16));
         if let Begin::At(base) = begin {
             // Some front ends (User-mode Linux) begin a ring at 0, although its wrap counters begin at 1. A ring that
-            // has got here by itself holds the heads of the lap before, which have this flag; its tails do not.
+            // has reached 0 in use has heads of the previous lap with the USED flag; a new one has none.
             if base == 0 && (0..size).all(|index| self.flags(index, Ordering::Acquire) & USED == 0) {
                 self.available = Place::FRESH;
             }
@@ -123,17 +124,18 @@ impl PackedRing {
             let at = DESCRIPTOR_BYTES as usize * usize::from(place.index) + FLAGS;
             (place.index < size).then(|| place.is_available(descriptors.load_u16(at, Ordering::Acquire)))
         };
-        let may_be_anothers = region.may_belong_to_other_guest() && matches!(begin, Begin::At(_)) && self.is_fresh();
+        let may_be_other_guests =
+            region.may_belong_to_other_guest() && matches!(begin, Begin::At(_)) && self.is_fresh();
         let (mut log, mut found) = PackedLog::open(region.clone(), self.size, self.used, still_available)?;
-        // Where nothing was used, what is in flight is found in the ring, too.
-        if may_be_anothers && found.as_ref().is_some_and(|found| found.used != Place::FRESH) {
-            tracing::debug!("what is known of requests in flight is of a ring that is gone");
-            region.forget();
+        // A log in which nothing was used is harmless: the ring has the same chains.
+        if may_be_other_guests && found.as_ref().is_some_and(|found| found.used != Place::FRESH) {
+            tracing::debug!("discarding the in-flight log of an earlier ring");
+            region.reset();
             (log, found) = PackedLog::open(region, self.size, self.used, still_available)?;
         }
         self.log = Some(log);
         if let (Some(found), Begin::At(_)) = (found, begin) {
-            // All that was taken is either used or in flight.
+            // Every taken chain is either used or in flight.
             let base = u32::from(found.used.to_bits()) << 16;
             let fits = found.used.index < size && found.descriptors <= size;
             self.used = fits.then_some(found.used).ok_or(RingError::Base { base, size })?;
@@ -143,8 +145,8 @@ impl PackedRing {
         Ok(())
     }
 
-    /// Whether nobody has ever used a descriptor of it: from its beginning on, some are available in the first lap, and the others
-    /// are as the driver's zeros have left them.
+    /// Whether no descriptor was ever used: the first ones are available in the first lap, and the others are still
+    /// zero.
     fn is_fresh(&self) -> bool {
         let blank = |index| {
             let (address, rest) = copy_out(self.descriptors.start(), index);
@@ -178,25 +180,25 @@ impl PackedRing {
 
     #[inline]
     pub(super) fn has_available(&self) -> bool {
-        // Acquire: whoever sees the flags sees the descriptor, and those behind it.
+        // Acquire: orders the flags before the descriptor and those after it.
         self.available.is_available(self.flags(self.available.index, Ordering::Acquire)) || !self.resubmitted.is_empty()
     }
 
     #[inline]
     pub(super) fn lags_at(&self, least: u16, wholly: bool) -> Option<u16> {
-        let wish = self.driver_event.load_u32(0, Ordering::Relaxed);
-        if !self.event_index || wish >> 16 & 3 != EVENT_DESCRIPTOR || !self.resubmitted.is_empty() {
+        let event_flags = self.driver_event.load_u32(0, Ordering::Relaxed);
+        if !self.event_index || event_flags >> 16 & 3 != EVENT_DESCRIPTOR || !self.resubmitted.is_empty() {
             return None;
         }
-        let event = Place::from_bits(wish & 0xffff);
+        let event = Place::from_bits(event_flags & 0xffff);
         let unseen = self.used.ahead_of(event, self.size).filter(|unseen| *unseen >= least)?;
-        // As many descriptors wait here if the last of them is there.
+        // As many descriptors are available if the last of them is.
         let last = self.available.after(unseen.checked_sub(1)?, self.size);
         (wholly || !last.is_available(self.flags(last.index, Ordering::Acquire))).then_some(event.to_bits())
     }
 
     #[inline]
-    pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<Popped, RingError> {
+    pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<PopOutcome, RingError> {
         chain.clear();
         if let Some(entry) = self.resubmitted.pop_front() {
             let log = self.log.as_ref().expect("entries come from a log");
@@ -206,7 +208,7 @@ impl PackedRing {
             return Ok(popped);
         }
         if !self.available.is_available(self.flags(self.available.index, Ordering::Acquire)) {
-            return Ok(Popped::Empty);
+            return Ok(PopOutcome::Empty);
         }
         self.collect()?;
         let entry = match &mut self.log {
@@ -223,7 +225,7 @@ impl PackedRing {
         let out = self.available.ahead_of(self.used, self.size).unwrap_or(self.size);
         let mut place = self.available;
         loop {
-            // A driver that has more out than the ring holds has overwritten some of it.
+            // A driver with more in flight than the ring holds has overwritten descriptors.
             if self.taken.len() >= usize::from(self.size - out) {
                 return Err(RingError::Overrun(self.size));
             }
@@ -243,17 +245,17 @@ impl PackedRing {
 
     /// Translates the chain that was collected.
     #[inline]
-    fn take(&mut self, entry: u16, chain: &mut Chain) -> Popped {
-        // The buffer's identifier stands in the last descriptor (2.8.6).
+    fn take(&mut self, entry: u16, chain: &mut Chain) -> PopOutcome {
+        // The last descriptor has the buffer's identifier (2.8.6).
         chain.id = self.taken.last().map_or(0, |last| last.id);
         chain.descriptors = u16::try_from(self.taken.len()).unwrap_or(u16::MAX);
         chain.entry = entry;
         match self.translate(chain) {
-            Ok(()) => Popped::Chain,
+            Ok(()) => PopOutcome::Chain,
             Err(error) => {
                 chain.clear();
                 self.push(chain, 0);
-                Popped::Dropped(error)
+                PopOutcome::Dropped(error)
             }
         }
     }
@@ -272,7 +274,7 @@ impl PackedRing {
         Ok(())
     }
 
-    /// An indirect table is simply its descriptors one after another (2.8.7).
+    /// An indirect table is a sequence of descriptors (2.8.7).
     fn translate_table(&self, chain: &mut Chain, extent: Extent) -> Result<(), ChainError> {
         let (table, entries) = indirect_table(&self.memory, extent)?;
         for index in 0..entries {
@@ -289,7 +291,7 @@ impl PackedRing {
     #[inline]
     pub(super) fn push(&mut self, chain: &Chain, written: u32) {
         let &Chain { id, descriptors, entry, .. } = chain;
-        self.batch.push(Done { id, descriptors, entry, written });
+        self.batch.push(UsedChain { id, descriptors, entry, written });
     }
 
     #[inline]
@@ -299,26 +301,27 @@ impl PackedRing {
         }
         let first = self.used;
         let mut place = first;
-        let mut shown: u32 = 0;
+        let mut count: u32 = 0;
         for done in &self.batch {
             place = place.after(done.descriptors, self.size);
-            shown += u32::from(done.descriptors);
+            count += u32::from(done.descriptors);
         }
         if let Some(log) = &mut self.log {
-            log.give_back(self.batch.iter().map(|done| done.entry), place);
+            log.begin_publish(self.batch.iter().map(|done| done.entry), place);
         }
         self.write_used(first);
         self.used = place;
         if let Some(log) = &mut self.log {
-            log.published(self.batch.iter().map(|done| done.entry), place);
+            log.end_publish(self.batch.iter().map(|done| done.entry), place);
         }
         self.batch.clear();
-        // The descriptors must be visible before the driver's wish is read, or both sides may wait for each other.
+        // The descriptors must be visible before the driver's event structure is read, or both sides may wait for
+        // each other.
         fence(Ordering::SeqCst);
-        self.wants_signal(shown)
+        self.wants_signal(count)
     }
 
-    /// Writes the batch. The first descriptor comes last: the driver sees all of them, or none.
+    /// Writes the batch. The first descriptor is written last, so the driver sees all of them or none.
     #[inline]
     fn write_used(&self, first: Place) {
         let mut place = first;
@@ -338,30 +341,30 @@ impl PackedRing {
         self.descriptors.store_u16(at, first_flags, Ordering::Release);
     }
 
-    /// Whether the driver wants to be told of the last `shown` descriptors (2.8.10, 2.8.22).
+    /// Whether the driver wants a signal for the last `count` descriptors (2.8.10, 2.8.22).
     #[inline]
-    fn wants_signal(&self, shown: u32) -> bool {
-        let wish = self.driver_event.load_u32(0, Ordering::Relaxed);
-        match wish >> 16 & 3 {
+    fn wants_signal(&self, count: u32) -> bool {
+        let event_flags = self.driver_event.load_u32(0, Ordering::Relaxed);
+        match event_flags >> 16 & 3 {
             EVENT_DISABLE => return false,
             EVENT_DESCRIPTOR if self.event_index => {}
             _ => return true,
         }
-        let event = Place::from_bits(wish & 0xffff);
-        // Both as distances from the beginning of the lap that the used index is in.
+        let event = Place::from_bits(event_flags & 0xffff);
+        // Both relative to the beginning of the used index's lap.
         let (new, size) = (i64::from(self.used.index), i64::from(self.size));
         let event = i64::from(event.index) - if event.wrap == self.used.wrap { 0 } else { size };
-        (new - i64::from(shown)..new).contains(&event)
+        (new - i64::from(count)..new).contains(&event)
     }
 
     #[inline]
     pub(super) fn want_kicks(&mut self, wanted: bool) -> bool {
-        let wish = match (wanted, self.event_index) {
+        let event = match (wanted, self.event_index) {
             (false, _) => EVENT_DISABLE << 16,
             (true, false) => EVENT_ENABLE << 16,
             (true, true) => EVENT_DESCRIPTOR << 16 | u32::from(self.available.to_bits()),
         };
-        self.device_event.store_u32(0, wish, Ordering::Relaxed);
+        self.device_event.store_u32(0, event, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         wanted && self.has_available()
     }

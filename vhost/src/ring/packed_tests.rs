@@ -76,7 +76,7 @@ fn drops_chains_that_make_no_sense_and_goes_on() {
                 at = at.after(1, SIZE);
             }
             let popped = ring.pop(&mut chain).unwrap();
-            assert_eq!(popped, if good { Popped::Chain } else { Popped::Dropped(expected_again(&expected)) });
+            assert_eq!(popped, if good { PopOutcome::Chain } else { PopOutcome::Dropped(expected_again(&expected)) });
             if good {
                 ring.push(&chain, 0);
             }
@@ -106,7 +106,7 @@ fn indirect_descriptors_need_the_feature() {
     guest.setup.indirect = false;
     let mut ring = guest.ring(FRESH, None).unwrap();
     guest.submit(2, true);
-    assert_eq!(ring.pop(&mut Chain::default()).unwrap(), Popped::Dropped(ChainError::IndirectUnexpected));
+    assert_eq!(ring.pop(&mut Chain::default()).unwrap(), PopOutcome::Dropped(ChainError::IndirectUnexpected));
 }
 
 #[test]
@@ -322,13 +322,13 @@ proptest! {
         let mut chain = Chain::default();
         for _ in 0..3 * SIZE {
             match ring.pop(&mut chain) {
-                Ok(Popped::Chain) => {
+                Ok(PopOutcome::Chain) => {
                     let mut sink = vec![0; 1 << 16];
                     chain.read_at(0, &mut sink);
                     ring.push(&chain, 1);
                 }
-                Ok(Popped::Dropped(_)) => {}
-                Ok(Popped::Empty) | Err(_) => break,
+                Ok(PopOutcome::Dropped(_)) => {}
+                Ok(PopOutcome::Empty) | Err(_) => break,
             }
             ring.publish();
         }

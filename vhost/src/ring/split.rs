@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::descriptor::{DESCRIPTOR_BYTES, Extent, INDIRECT, NEXT, add, copy_out, indirect_table};
-use super::{Begin, ChainError, Popped, RingError, RingSetup};
+use super::{Begin, ChainError, PopOutcome, RingError, RingSetup};
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
 use crate::inflight::{Region, SplitLog};
@@ -16,12 +16,12 @@ use crate::shared::Cells;
 pub(super) const NO_INTERRUPT: u16 = 1;
 /// Used ring flag (2.7.8): the device wants no kicks.
 pub(super) const NO_NOTIFY: u16 = 1;
-/// Where the flags, the index and the entries lie in the available and the used ring.
+/// Offsets in the available and the used ring.
 const FLAGS: usize = 0;
 const INDEX: usize = 2;
 const ENTRIES: usize = 4;
 
-/// A split virtqueue of the guest's.
+/// A split virtqueue of the guest.
 #[derive(Debug)]
 pub(crate) struct SplitRing {
     memory: Arc<Memory>,
@@ -37,15 +37,15 @@ pub(crate) struct SplitRing {
     seen_available: u16,
     /// The next used entry to write.
     next_used: u16,
-    /// The used index that the driver was last told of, and asked about for signalling.
+    /// The used index that was last published.
     published_used: u16,
-    /// What is in flight, for whoever comes after us.
+    /// The in-flight log, for the next server.
     log: Option<SplitLog>,
-    /// Chains that were in flight when the server before us ended.
+    /// Chains that were in flight when the previous server ended.
     resubmitted: VecDeque<u16>,
 }
 
-// SAFETY: the table of descriptors lies in `memory`, which is kept mapped on whatever thread.
+// SAFETY: the table of descriptors lies in `memory`, which is kept mapped, on any thread.
 unsafe impl Send for SplitRing {}
 
 impl SplitRing {
@@ -66,7 +66,7 @@ impl SplitRing {
         let descriptors = part("descriptor table", addresses.descriptors, DESCRIPTOR_BYTES as usize * entries, 16);
         let available = part("available ring", addresses.available, 6 + 2 * entries, 2).map_err(outside)?;
         let used = part("used ring", addresses.used, 6 + 8 * entries, 4).map_err(outside)?;
-        // A ring that goes on (after a pause, a reconnect) goes on where its used index stands.
+        // A ring that resumes (after a pause or a reconnect) continues at its used index.
         let used_index = used.load_u16(INDEX, Ordering::Acquire);
         let (Begin::At(base) | Begin::Resume(base)) = begin;
         let mut ring = Self {
@@ -77,7 +77,7 @@ impl SplitRing {
             used,
             event_index: setup.event_index,
             indirect: setup.indirect,
-            // The upper half of a base means nothing here.
+            // The upper half of a base has no meaning here.
             next_available: u16::try_from(base & 0xffff).unwrap_or(0),
             seen_available: 0,
             next_used: used_index,
@@ -89,7 +89,7 @@ impl SplitRing {
             let (log, heads) = SplitLog::open(region, size, used_index)?;
             ring.log = Some(log);
             if let (Some(heads), Begin::At(_)) = (heads, begin) {
-                // All that was taken is either used or in flight.
+                // Every taken chain is either used or in flight.
                 ring.next_available = used_index.wrapping_add(u16::try_from(heads.len()).unwrap_or(0));
                 ring.resubmitted = heads.into();
             }
@@ -138,9 +138,9 @@ impl SplitRing {
         let event = self.available.load_u16(self.used_event_at(), Ordering::Relaxed);
         let unseen = self.published_used.wrapping_sub(event);
         let waiting = self.available.load_u16(INDEX, Ordering::Acquire).wrapping_sub(self.next_available);
-        // A driver that wants no signals leaves the index anywhere, and some further behind than the ring is long.
-        let is_told = self.event_index && unseen <= self.size && unseen >= least && self.resubmitted.is_empty();
-        (is_told && (waiting < unseen || wholly && unseen > 0)).then_some(event)
+        // A driver without signals does not update the index; it may be further behind than the ring is long.
+        let is_known = self.event_index && unseen <= self.size && unseen >= least && self.resubmitted.is_empty();
+        (is_known && (waiting < unseen || wholly && unseen > 0)).then_some(event)
     }
 
     fn used_event_at(&self) -> usize {
@@ -148,7 +148,7 @@ impl SplitRing {
     }
 
     #[inline]
-    pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<Popped, RingError> {
+    pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<PopOutcome, RingError> {
         chain.clear();
         if let Some(head) = self.resubmitted.pop_front() {
             let popped = self.take(head, chain);
@@ -163,7 +163,7 @@ impl SplitRing {
                 return Err(RingError::Jump { from, to, size });
             }
             if to == from {
-                return Ok(Popped::Empty);
+                return Ok(PopOutcome::Empty);
             }
         }
         let index = usize::from(self.next_available % self.size);
@@ -176,16 +176,16 @@ impl SplitRing {
     }
 
     #[inline]
-    fn take(&mut self, head: u16, chain: &mut Chain) -> Popped {
+    fn take(&mut self, head: u16, chain: &mut Chain) -> PopOutcome {
         chain.id = head;
         match self.walk(chain) {
-            Ok(()) => Popped::Chain,
+            Ok(()) => PopOutcome::Chain,
             Err(error) => {
                 chain.clear();
                 if head < self.size {
                     self.push(chain, 0);
                 }
-                Popped::Dropped(error)
+                PopOutcome::Dropped(error)
             }
         }
     }
@@ -193,7 +193,7 @@ impl SplitRing {
     fn walk(&self, chain: &mut Chain) -> Result<(), ChainError> {
         let (mut table, mut entries, mut is_indirect) = (self.descriptors, self.size, false);
         let mut next = Some(chain.id);
-        // The specification allows as many descriptors as the queue has entries; Linux, too, needs no more.
+        // The specification allows as many descriptors as the queue has entries; Linux needs no more.
         let mut left = usize::from(QUEUE_SIZE_MAX);
         while let Some(index) = next {
             if index >= entries {
@@ -226,7 +226,7 @@ impl SplitRing {
         self.used.store_u32(at + 4, written, Ordering::Relaxed);
         self.next_used = self.next_used.wrapping_add(1);
         if let Some(log) = &mut self.log {
-            log.give_back(chain.id);
+            log.add_used(chain.id);
         }
     }
 
@@ -239,9 +239,10 @@ impl SplitRing {
         self.used.store_u16(INDEX, new, Ordering::Release);
         self.published_used = new;
         if let Some(log) = &mut self.log {
-            log.published(new);
+            log.end_publish(new);
         }
-        // The index must be visible before the driver's wish is read, or both sides may wait for each other (2.7.7).
+        // The index must be visible before the driver's flags are read, or both sides may wait for each other
+        // (2.7.7).
         fence(Ordering::SeqCst);
         if !self.event_index {
             return self.available.load_u16(FLAGS, Ordering::Relaxed) & NO_INTERRUPT == 0;
@@ -253,7 +254,7 @@ impl SplitRing {
     #[inline]
     pub(super) fn want_kicks(&mut self, wanted: bool) -> bool {
         if self.event_index {
-            // Without the wish, the event index stays where it is, behind: no kick for half a lap of the indices.
+            // Otherwise the event index stays behind: no kick for half a lap of the indices.
             if wanted {
                 let offset = ENTRIES + 8 * usize::from(self.size);
                 self.used.store_u16(offset, self.next_available, Ordering::Relaxed);

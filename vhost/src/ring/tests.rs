@@ -76,7 +76,7 @@ impl Driver {
 fn takes_a_chain_and_gives_it_back() {
     let (mut driver, mut ring) = Driver::new();
     let mut chain = Chain::default();
-    assert_eq!(ring.pop(&mut chain).unwrap(), Popped::Empty);
+    assert_eq!(ring.pop(&mut chain).unwrap(), PopOutcome::Empty);
     driver.describe(TABLE, 3, (BUFFER, 10, NEXT, 5));
     driver.describe(TABLE, 5, (BUFFER + 100, 0, NEXT, 6));
     driver.describe(TABLE, 6, (BUFFER + 100, 1, NEXT | WRITE, 7));
@@ -84,7 +84,7 @@ fn takes_a_chain_and_gives_it_back() {
     driver.write_guest_memory(BUFFER, b"0123456789");
     driver.offer(3);
     assert!(ring.has_available());
-    assert_eq!(ring.pop(&mut chain).unwrap(), Popped::Chain);
+    assert_eq!(ring.pop(&mut chain).unwrap(), PopOutcome::Chain);
     assert_eq!((chain.readable_bytes(), chain.writable_bytes()), (10, 21));
     let mut bytes = [0; 10];
     chain.read_at(0, &mut bytes);
@@ -107,7 +107,7 @@ fn an_indirect_table_holds_the_whole_chain() {
     driver.describe(INDIRECT_TABLE, 0, (BUFFER, 40, NEXT, 1));
     driver.describe(INDIRECT_TABLE, 1, (BUFFER + 64, 16, WRITE, 0));
     driver.offer(0);
-    assert_eq!(ring.pop(&mut chain).unwrap(), Popped::Chain);
+    assert_eq!(ring.pop(&mut chain).unwrap(), PopOutcome::Chain);
     assert_eq!((chain.readable_bytes(), chain.writable_bytes()), (40, 16));
 }
 
@@ -149,11 +149,11 @@ fn drops_chains_that_make_no_sense_and_goes_on() {
             driver.describe(INDIRECT_TABLE, index, raw);
         }
         driver.offer(head);
-        assert_eq!(ring.pop(&mut chain).unwrap(), Popped::Dropped(expected));
+        assert_eq!(ring.pop(&mut chain).unwrap(), PopOutcome::Dropped(expected));
         assert_eq!((chain.readable_bytes(), chain.writable_bytes()), (0, 0));
         driver.describe(TABLE, 2, (BUFFER, 4, 0, 0));
         driver.offer(2);
-        assert_eq!(ring.pop(&mut chain).unwrap(), Popped::Chain, "the next good one works");
+        assert_eq!(ring.pop(&mut chain).unwrap(), PopOutcome::Chain, "the next good one works");
         ring.push(&chain, 0);
         ring.publish();
     }
@@ -195,7 +195,7 @@ fn signals_and_kicks_follow_the_event_indices() {
     let mut serve = |driver: &mut Driver, ring: &mut Ring, count: u16| {
         for _ in 0..count {
             driver.offer(0);
-            assert_eq!(ring.pop(&mut chain).unwrap(), Popped::Chain);
+            assert_eq!(ring.pop(&mut chain).unwrap(), PopOutcome::Chain);
             ring.push(&chain, 0);
         }
         ring.publish()
@@ -244,7 +244,7 @@ proptest! {
         for head in heads {
             driver.offer(if raw { head } else { head % SIZE });
             let popped = ring.pop(&mut chain).unwrap();
-            prop_assert_ne!(popped, Popped::Empty);
+            prop_assert_ne!(popped, PopOutcome::Empty);
             let mut sink = vec![0; 1 << 16];
             chain.read_at(0, &mut sink);
         }

@@ -1,5 +1,5 @@
-//! SHMEM_MAP and SHMEM_UNMAP (vhost-user, "Back-end message types" and "Shared memory regions"), which QEMU from 11.1 and crosvm
-//! understand. The front end replies to either with a number, 0 for success.
+//! SHMEM_MAP and SHMEM_UNMAP (vhost-user, "Back-end message types" and "Shared memory regions"), supported by QEMU
+//! from 11.1 and crosvm. The front end replies with a number, 0 for success.
 
 /// The number of the shared memory region.
 const REGION: u64 = 0;
@@ -7,7 +7,7 @@ pub(super) const MAP: u32 = 9;
 pub(super) const UNMAP: u32 = 10;
 const WRITABLE: u64 = 1;
 
-/// A part of a file, and where it is to be in the window.
+/// A part of a file, and its place in the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
     /// First byte in the window.

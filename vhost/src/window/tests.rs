@@ -59,7 +59,7 @@ fn what_is_mapped_is_known_until_it_is_unmapped() {
     // This front end tells of no regions, and is waited for only once.
     window.map(file.as_fd(), PART).unwrap();
     assert!(is_known(id));
-    assert_eq!(lock(&window.state).tells, Some(false));
+    assert_eq!(lock(&window.state).sends_regions, Some(false));
     window.map(file.as_fd(), Part { window_offset: 0, ..PART }).unwrap();
     window.unmap(PART).unwrap();
     assert!(is_known(id));
@@ -81,7 +81,7 @@ fn a_mapping_is_there_when_its_region_is() {
         mine.memory_changed(3, Some(told));
     });
     window.map(file.as_fd(), PART).unwrap();
-    assert_eq!(lock(&window.state).tells, Some(true));
+    assert_eq!(lock(&window.state).sends_regions, Some(true));
 }
 
 #[test]
@@ -101,12 +101,12 @@ fn a_front_end_that_tells_late_is_waited_for_from_then_on() {
         }
     });
     window.map(file.as_fd(), PART).unwrap();
-    assert_eq!(lock(&window.state).tells, Some(false));
+    assert_eq!(lock(&window.state).sends_regions, Some(false));
     // Memory that has nothing to do with it, and then the region, at last.
     window.memory_changed(1, Some(AddedRegion { file: file_id(memfd(1)).unwrap(), ..told }));
-    assert_eq!(lock(&window.state).tells, Some(false));
+    assert_eq!(lock(&window.state).sends_regions, Some(false));
     window.memory_changed(2, Some(told));
-    assert_eq!(lock(&window.state).tells, Some(true));
+    assert_eq!(lock(&window.state).sends_regions, Some(true));
     is_late.store(false, Ordering::SeqCst);
     window.map(file.as_fd(), Part { window_offset: 0, ..PART }).unwrap();
     assert!(told_twice.load(Ordering::SeqCst), "the guest does not see it yet");
@@ -127,7 +127,7 @@ fn what_the_front_end_waits_for_does_not_make_it_late() {
         mine.memory_changed(2, Some(told));
     });
     window.map(file.as_fd(), PART).unwrap();
-    assert_eq!(lock(&window.state).tells, Some(true));
+    assert_eq!(lock(&window.state).sends_regions, Some(true));
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn a_mapping_that_is_not_told_of_is_undone() {
     front(line, move |line, code| {
         reply(line, code, 0);
         // Once.
-        if lock(&mine.state).tells.is_none() {
+        if lock(&mine.state).sends_regions.is_none() {
             mine.memory_changed(2, Some(told));
         }
         asked.send(code).unwrap();

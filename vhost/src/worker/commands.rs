@@ -1,4 +1,4 @@
-//! What other threads send to a worker.
+//! The commands that other threads send to a worker.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::inflight::Region;
 use crate::memory::Memory;
 use crate::ring::{RingError, RingSetup};
 
-/// How other threads reach a worker.
+/// The mailbox of a worker.
 #[derive(Debug)]
 pub struct Port<M>(pub(crate) Mailbox<Command<M>>);
 
@@ -34,32 +34,32 @@ impl<M> Drop for PortReceiver<M> {
 #[derive(Debug)]
 pub(crate) enum Command<M> {
     Reply(u64, M),
-    /// Another thread has handed something in.
-    Returned,
+    /// Another thread has handed over a completion.
+    Completion,
     Control(Control),
 }
 
-/// What the connection asks of a worker.
+/// A command of the connection.
 #[derive(Debug)]
 pub(crate) enum Control {
     Start(usize, Start, Sender<Result<(), RingError>>),
-    /// Completes the transfers of the ring, and then stops it.
-    Stop(usize, Sender<Stopped>),
+    /// Completes the transfers of the ring, then stops it.
+    Stop(usize, Sender<StoppedQueue>),
     /// The new guest memory for its chains. The ring itself stays where it is.
     Memory(usize, Memory),
-    /// Where the driver is signalled from now on.
+    /// The new call descriptor.
     Call(usize, Option<Arc<OwnedFd>>),
-    /// Where the front end is told of errors from now on.
+    /// The new error descriptor.
     Error(usize, Option<Arc<OwnedFd>>),
     Quit,
 }
 
-/// What is left of a ring that was served.
+/// The state of a ring that was served.
 #[derive(Clone, Debug)]
-pub(crate) struct Stopped {
-    /// The index to go on from.
+pub(crate) struct StoppedQueue {
+    /// The index at which to resume.
     pub(crate) base: u32,
-    /// Chains before it that are not answered yet, because they wait for somebody (for a lock).
+    /// Heads of earlier chains that are still parked (for a lock).
     pub(crate) out: Vec<u16>,
 }
 
@@ -69,12 +69,12 @@ pub(crate) struct Start {
     pub(crate) memory: Memory,
     pub(crate) setup: RingSetup,
     pub(crate) base: u32,
-    /// It goes on where it stopped last, whatever number that is.
+    /// It resumes where it stopped, whatever the base is.
     pub(crate) resumes: bool,
     pub(crate) log: Option<Region>,
-    /// Chains that were taken before the state was saved, here or on another host, and that nobody has answered.
+    /// Heads of chains that were taken before the state was saved, here or on another host, and have no reply.
     pub(crate) resubmitted: Vec<u16>,
-    /// Where to note which pages are written to.
+    /// The log of written pages.
     pub(crate) dirty: Option<Arc<DirtyLog>>,
     pub(crate) kick: Arc<OwnedFd>,
     pub(crate) call: Option<Arc<OwnedFd>>,

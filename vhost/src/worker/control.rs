@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::running::Running;
-use super::{Command, Control, QueueHandler, Start, Stopped, Worker, WorkerContext};
+use super::{Command, Control, QueueHandler, Start, StoppedQueue, Worker, WorkerContext};
 use crate::dirty::Dirty;
 use crate::io::ServedChain;
 use crate::memory::Memory;
@@ -11,13 +11,13 @@ use crate::ring::{Begin, Ring, RingError};
 
 impl<H: QueueHandler> Worker<H> {
     pub(super) fn read_commands(&mut self, context: &mut WorkerContext<H>) {
-        // Replies first: stopping waits for those that it sees, and would not see any that lie behind it here.
+        // Replies first: a stop must see those that are queued behind it.
         let (replies, controls): (Vec<_>, Vec<_>) =
-            self.port.0.take().into_iter().partition(|letter| !matches!(letter, Command::Control(_)));
-        for letter in replies.into_iter().chain(controls) {
-            match letter {
+            self.port.0.take().into_iter().partition(|command| !matches!(command, Command::Control(_)));
+        for command in replies.into_iter().chain(controls) {
+            match command {
                 Command::Reply(token, message) => self.deliver(context, token, message),
-                Command::Returned => self.take_returns(context),
+                Command::Completion => self.take_completions(context),
                 Command::Control(Control::Start(queue, start, reply)) => {
                     let _ = reply.send(self.start(context, queue, start));
                 }
@@ -55,8 +55,8 @@ impl<H: QueueHandler> Worker<H> {
         };
         let owes_signal = log.is_some();
         if let (Some(log), Some(_), Begin::At(_)) = (&log, stopped_at, begin) {
-            // All that this process took of the ring before is answered, or of a driver that has started again.
-            log.forget();
+            // All chains that this process took have replies, or the driver has restarted the ring.
+            log.reset();
         }
         if self.queue_options.registers_memory {
             self.register(context, &memory);
@@ -64,7 +64,7 @@ impl<H: QueueHandler> Worker<H> {
         let dirty = dirty.map(|log| Dirty::new(log, &memory, &setup));
         let mut ring = Ring::new(Arc::new(memory), &setup, begin, log)?;
         if !resubmitted.is_empty() {
-            // They were given up when the state was saved.
+            // They ended when the state was saved.
             self.slots.drop_parked(queue);
             if !ring.take_resubmitted(resubmitted) {
                 tracing::warn!(
@@ -78,7 +78,7 @@ impl<H: QueueHandler> Worker<H> {
             self.slots.drop_parked(queue);
         }
         let out = self.slots.of_queue(queue).count();
-        let (broken, vain_kicks, touched) = (false, 0, true);
+        let (broken, spurious_kicks, touched) = (false, 0, true);
         self.running.push(Running {
             queue,
             ring,
@@ -89,7 +89,7 @@ impl<H: QueueHandler> Worker<H> {
             out,
             broken,
             owes_signal,
-            vain_kicks,
+            spurious_kicks,
             delayed_until: None,
             dirty,
             touched,
@@ -100,40 +100,40 @@ impl<H: QueueHandler> Worker<H> {
         Ok(())
     }
 
-    /// Registers this memory in place of what was registered before, of which nothing is in use any more.
+    /// Registers this memory in place of the previous one, which is no longer in use.
     fn register(&self, context: &mut WorkerContext<H>, memory: &Memory) {
-        // SAFETY: the keepers are the mappings.
+        // SAFETY: the owners are the mappings.
         if let Err(error) = unsafe { context.transfers.register_memory(memory.mapped()) } {
             self.ratelimited_log.warn(format_args!(
-                "{}: the guest's memory cannot be registered with io_uring ({error}): each transfer looks it up; \
+                "{}: cannot register the guest's memory with io_uring ({error}), so each transfer must look it up; \
                  raise the limit of locked memory (ulimit -l), or let the guest's memory be a memfd or huge pages",
                 self.name
             ));
         }
     }
 
-    fn stop(&mut self, context: &mut WorkerContext<H>, queue: usize) -> Stopped {
+    fn stop(&mut self, context: &mut WorkerContext<H>, queue: usize) -> StoppedQueue {
         let Some(index) = self.running.iter().position(|running| running.queue == queue) else {
             let base = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map_or(0, |(_, at)| *at);
-            return Stopped { base, out: self.slots.of_queue(queue).collect() };
+            return StoppedQueue { base, out: self.slots.of_queue(queue).collect() };
         };
-        // Whoever goes on where it stops does not know of those that the server before has left.
+        // The base says nothing of the chains that the previous server left, so they are served first.
         while self.running[index].ring.is_recovering() && self.serve_resubmitted(context, index) {}
         self.drain(context);
         let running = self.running.swap_remove(index);
         if let Err(error) = context.transfers.unwatch(running.watch) {
-            tracing::debug!("{}: a kick descriptor stays watched: {error}", self.name);
+            tracing::debug!("{}: cannot stop watching a kick descriptor: {error}", self.name);
         }
         let at = running.ring.position();
         self.stopped.retain(|(stopped, _)| *stopped != queue);
-        // Chains that were in flight before us and are not served again yet are found in the log once more.
+        // Otherwise the remaining chains are read from the log again.
         if !running.ring.is_recovering() {
             self.stopped.push((queue, at));
         }
-        Stopped { base: at, out: self.slots.of_queue(queue).collect() }
+        StoppedQueue { base: at, out: self.slots.of_queue(queue).collect() }
     }
 
-    /// Serves a chain that the server before has left, whatever that takes. Returns whether there was one.
+    /// Serves a chain that the previous server left, without limits. Returns whether there was one.
     fn serve_resubmitted(&mut self, context: &mut WorkerContext<H>, index: usize) -> bool {
         if !self.take_one(&context.handler, index) {
             return false;
@@ -145,21 +145,21 @@ impl<H: QueueHandler> Worker<H> {
         true
     }
 
-    /// Completes every chain whose reply comes on its own. Parked ones stay.
+    /// Completes every chain that needs no external event. Parked ones stay.
     pub(super) fn drain(&mut self, context: &mut WorkerContext<H>) {
         let mut controls = Vec::new();
         loop {
             context.transfers.flush();
             self.finish_transfers(context);
-            for letter in self.port.0.take() {
-                match letter {
+            for command in self.port.0.take() {
+                match command {
                     Command::Reply(token, message) => self.deliver(context, token, message),
-                    Command::Returned => self.take_returns(context),
+                    Command::Completion => self.take_completions(context),
                     control @ Command::Control(_) => controls.push(control),
                 }
             }
             self.publish();
-            if self.slots.moving() == 0 && context.transfers.unfinished() == 0 {
+            if self.slots.active() == 0 && context.transfers.unfinished() == 0 {
                 break;
             }
             if let Err(error) = context.transfers.sleep() {

@@ -1,70 +1,71 @@
-//! What a device implements to serve the chains of its queues.
+//! The interface by which a device serves the chains of its queues.
 
 use std::time::Duration;
 
 use crate::chain::Chain;
 use crate::io::Io;
 
-/// What became of a chain.
+/// The state of a chain after [`QueueHandler::serve`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Answer {
-    /// Served; so many bytes were written to it.
+    /// Served, with this many bytes written to it.
     Done(u32),
-    /// A transfer or a reply with the chain's token will come on its own.
+    /// A transfer or a reply with the chain's token will complete it.
     Later,
-    /// A reply will come when somebody else does something, maybe never.
+    /// A reply will come after an external event, or never.
     Parked,
 }
 
 /// Where a chain may be served while requests are slow ([`crate::Device::spare_threads`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// By the owner of its queue, before those behind it: it does not wait.
+    /// By the owner of its queue, before later chains: it does not block.
     Here,
-    /// Anywhere, at the same time as any others.
+    /// On any thread, concurrently with any other.
     Anywhere,
-    /// Anywhere, but not before those of the same number that came earlier.
+    /// On any thread, but after earlier ones of the same number.
     InOrder(u64),
 }
 
 /// Serves chains on one thread.
 pub trait QueueHandler: 'static {
-    /// What other threads send to have a chain answered.
+    /// A reply that another thread sends for a chain.
     type Message: Send + 'static;
-    /// What is to be done when a transfer has ended.
+    /// The state that finishes a request after its transfer.
     type PendingTransfer: Send + 'static;
 
-    /// A chain was taken from its queue: called by the owner, in the queue's order, before anybody's [`Self::serve`].
+    /// Called for each chain that is taken from its queue, by the owner, in the queue's order, before
+    /// [`Self::serve`].
     fn accept(&mut self, _token: u64, _chain: &Chain) {}
     /// Serves a chain.
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer;
-    /// The chain's transfer ended: finishes its reply. Returns how many bytes were written in all.
+    /// Finishes the reply after the chain's transfer; returns the number of written bytes.
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: std::io::Result<usize>) -> u32;
-    /// A chain that was served or moved, by whatever thread, goes back to the driver now: called by the owner of the queue, which
-    /// gives chains back in the order of these calls and of those of [`Self::deliver`]. Returns how many written bytes count.
+    /// Called by the owner of the queue before a chain that any thread served goes to the used ring, in the order of
+    /// that ring (together with [`Self::deliver`]). Returns the number of written bytes to report.
     fn complete(&mut self, _token: u64, written: u32) -> u32 {
         written
     }
-    /// A reply came for the chain, in the order of sending. Returns how many bytes were written.
+    /// Writes a reply to its chain, in the order of sending; returns the number of written bytes.
     fn deliver(&mut self, chain: &Chain, message: Self::Message) -> u32;
-    /// [`Self::serve`], [`Self::transferred`] or [`Self::deliver`] panicked: answers as well as can be.
+    /// Writes an error reply after [`Self::serve`], [`Self::transferred`] or [`Self::deliver`] panicked.
     fn failed(&mut self, chain: &Chain) -> u32;
-    /// A batch was taken and will be flushed now, or the worker is about to sleep.
+    /// Called after a batch was taken, and before the worker sleeps.
     fn batch_end(&mut self) {}
-    /// Where a chain may be served while requests are slow.
+    /// Returns where a chain may be served while requests are slow.
     fn placement(&self, _chain: &Chain) -> Placement {
         Placement::Here
     }
-    /// How long to wait before the next chain of this queue is taken; `None`: it may be taken now. It is asked again after
-    /// that time, and a queue that is stopped meanwhile does not wait.
+    /// Returns how long to wait before the next chain of this queue is taken; `None`: it may be taken now. Called
+    /// again after that time. A queue that is stopped does not wait.
     fn delay(&self, _queue: usize) -> Option<Duration> {
         None
     }
-    /// Takes out what is to be done when the transfer with this token has ended, for another handler.
+    /// Removes the state of the transfer with this token, for another handler.
     fn detach(&mut self, _token: u64) -> Option<Self::PendingTransfer> {
         None
     }
-    /// Takes it in, before [`Self::transferred`].
-    fn attach(&mut self, _token: u64, _moving: Self::PendingTransfer) {}
+    /// Adds the state of a transfer, before [`Self::transferred`].
+    fn attach(&mut self, _token: u64, _pending: Self::PendingTransfer) {}
 }

@@ -11,8 +11,8 @@ use crate::dirty::Dirty;
 use crate::memory::Memory;
 use crate::ring::{Ring, RingError};
 
-/// Kicks without anything to take, after which we say what that usually means.
-const VAIN_KICKS: u32 = 8;
+/// Kicks without an available chain after which the usual cause is logged.
+const SPURIOUS_KICKS: u32 = 8;
 
 /// A queue that is being served.
 pub(super) struct Running {
@@ -22,21 +22,22 @@ pub(super) struct Running {
     pub(super) watch: u64,
     pub(super) call: Option<Arc<OwnedFd>>,
     pub(super) error: Option<Arc<OwnedFd>>,
-    /// Chains taken and not given back.
+    /// Chains in flight.
     pub(super) out: usize,
     pub(super) broken: bool,
-    /// The server before may have ended before it signalled its last batch, or this descriptor has replaced another.
+    /// The call descriptor must be signalled once: the previous server may have ended before it signalled its last
+    /// batch, or the descriptor is new.
     pub(super) owes_signal: bool,
-    pub(super) vain_kicks: u32,
+    pub(super) spurious_kicks: u32,
     /// No chain is taken before this time ([`QueueHandler::delay`](super::QueueHandler::delay)).
     pub(super) delayed_until: Option<Instant>,
-    /// Where to note which pages are written to, and whether the ring was since that was noted last.
+    /// The log of written pages, and whether the ring was written since it was last marked.
     pub(super) dirty: Option<Dirty>,
     pub(super) touched: bool,
 }
 
 impl Running {
-    /// Gives a chain back, which lies in this memory, or in the ring's.
+    /// Adds a chain to the used ring; it lies in this memory, or in the ring's.
     pub(super) fn push(&mut self, chain: &Chain, memory: Option<&Memory>, written: u32) {
         if let Some(dirty) = &self.dirty {
             dirty.chain(memory.unwrap_or_else(|| self.ring.memory()), chain);
@@ -48,12 +49,12 @@ impl Running {
     pub(super) fn want_kicks(&mut self, wanted: bool) -> bool {
         let has_work = self.ring.want_kicks(wanted);
         self.touched = true;
-        self.note();
+        self.mark_ring();
         has_work
     }
 
-    /// Notes what was written to the ring.
-    pub(super) fn note(&mut self) {
+    /// Marks the ring's pages if they were written.
+    pub(super) fn mark_ring(&mut self) {
         if let Some(dirty) = self.dirty.as_ref().filter(|_| self.touched) {
             dirty.ring();
             self.touched = false;
@@ -64,7 +65,7 @@ impl Running {
         !self.broken && self.ring.has_available() && self.delay_left().is_none()
     }
 
-    /// Returns how long no chain is taken.
+    /// Returns how long no chain is taken, if that is so.
     pub(super) fn delay_left(&self) -> Option<Duration> {
         let left = self.delayed_until?.saturating_duration_since(Instant::now());
         (!left.is_zero()).then_some(left)
@@ -78,9 +79,9 @@ impl Running {
         }
     }
 
-    pub(super) fn note_vain_kick(&mut self, name: &str, ratelimited_log: &RatelimitedLog) {
-        self.vain_kicks += 1;
-        if self.vain_kicks == VAIN_KICKS {
+    pub(super) fn count_spurious_kick(&mut self, name: &str, ratelimited_log: &RatelimitedLog) {
+        self.spurious_kicks += 1;
+        if self.spurious_kicks == SPURIOUS_KICKS {
             ratelimited_log.warn(format_args!(
                 "{name}: the guest kicks but its queue looks empty; if it hangs, its memory is not shared with us \
                  (QEMU: memory-backend-memfd,share=on; cloud-hypervisor: --memory shared=on)"

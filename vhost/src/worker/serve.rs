@@ -1,4 +1,4 @@
-//! Takes chains from the queues and has them served, here or by the pool.
+//! Takes chains from the queues and serves them, here or on the pool.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use super::{Answer, Placement, QueueHandler, Worker, WorkerContext};
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
 use crate::io::ServedChain;
-use crate::ring::{Popped, RingError};
-use crate::takeover::Returned;
+use crate::ring::{PopOutcome, RingError};
+use crate::takeover::Completion;
 
-/// Chains taken before the first of them are answered: enough to share the calls among many, few enough that the
-/// driver can go on with the first while the last are served.
+/// Chains per batch: enough to share system calls, few enough that the driver can process the first while the last
+/// are served.
 const BATCH_MAX: usize = 64;
 
 impl<H: QueueHandler> Worker<H> {
@@ -28,7 +28,7 @@ impl<H: QueueHandler> Worker<H> {
         Some((self, all))
     }
 
-    /// Serves what waits in one queue; returns how much. `None`: another thread has the queues.
+    /// Serves the available chains of one queue; returns their number. `None`: another thread has the queues.
     fn take_from(mut self: Box<Self>, context: &mut WorkerContext<H>, index: usize) -> Option<(Box<Self>, usize)> {
         for took in 0..BATCH_MAX {
             if !self.take_one(&context.handler, index) {
@@ -43,7 +43,7 @@ impl<H: QueueHandler> Worker<H> {
                 continue;
             }
             let chain = std::mem::take(&mut self.chain);
-            // It stays mapped for as long as the handler may use it.
+            // Keeps the memory mapped while the handler uses it.
             let memory = Arc::clone(self.running[index].ring.memory());
             self.serving = Some((self.running[index].queue, chain.stub()));
             let (worker, served) = self.with_takeover(context, |handler, _| ServedChain::by(handler, &chain, token));
@@ -58,16 +58,16 @@ impl<H: QueueHandler> Worker<H> {
         Some((self, BATCH_MAX))
     }
 
-    /// Takes the next chain of a queue. Returns whether there is one.
+    /// Takes the next chain of a queue; returns whether there is one.
     pub(super) fn take_one(&mut self, handler: &H, index: usize) -> bool {
         let running = &mut self.running[index];
         for _ in 0..BATCH_MAX {
-            // In this order: a chain may lie in memory of which a letter tells that came before it.
+            // In this order: a chain may lie in memory that an earlier command announced.
             let is_there = !running.broken && running.ring.has_available();
             if !is_there || self.port.0.is_filled() && !running.ring.is_recovering() {
                 return false;
             }
-            // Chains that the server before has left are served in any case: stopping waits for them.
+            // Chains of the previous server are not delayed: a stop waits for them.
             if let Some(delay) = handler.delay(running.queue).filter(|_| !running.ring.is_recovering()) {
                 running.delayed_until = Some(Instant::now() + delay);
                 return false;
@@ -75,16 +75,16 @@ impl<H: QueueHandler> Worker<H> {
             running.delayed_until = None;
             let popped = match running.out < usize::from(QUEUE_SIZE_MAX) {
                 true => running.ring.pop(&mut self.chain),
-                // A driver cannot have more chains out than its ring has entries, unless it lies.
+                // A correct driver has no more chains in flight than its ring has entries.
                 false => Err(RingError::TooManyChains),
             };
             match popped {
-                Ok(Popped::Chain) => {
-                    running.vain_kicks = 0;
+                Ok(PopOutcome::Chain) => {
+                    running.spurious_kicks = 0;
                     return true;
                 }
-                Ok(Popped::Empty) => return false,
-                Ok(Popped::Dropped(error)) => {
+                Ok(PopOutcome::Empty) => return false,
+                Ok(PopOutcome::Dropped(error)) => {
                     running.touched = true;
                     self.ratelimited_log.warn(format_args!("{}: a request was dropped: {error}", self.name));
                 }
@@ -97,7 +97,7 @@ impl<H: QueueHandler> Worker<H> {
         false
     }
 
-    /// A chain of a queue was served here.
+    /// Completes or stores a chain that was served here.
     pub(super) fn served(
         &mut self,
         context: &mut WorkerContext<H>,
@@ -119,7 +119,7 @@ impl<H: QueueHandler> Worker<H> {
         self.chain = self.spare.pop().unwrap_or_default();
     }
 
-    /// Has the chain that was taken served by another thread.
+    /// Serves the taken chain on another thread.
     fn send_chain_to_pool(&mut self, context: &mut WorkerContext<H>, index: usize, token: u64, placement: Placement) {
         let Some(takeover) = context.takeover.clone() else { return };
         let running = &mut self.running[index];
@@ -142,17 +142,17 @@ impl<H: QueueHandler> Worker<H> {
             if start.elapsed() >= BLOCKED {
                 takeover.slow.begin();
             }
-            takeover.give_back(Returned::Served { token, chain, answer });
+            takeover.complete(Completion::Served { token, chain, answer });
         };
         if let Err(job) = pool.run(order, Box::new(job)) {
             job(&mut context.handler);
         }
     }
 
-    /// Has a transfer made by another thread.
+    /// Runs a transfer on another thread.
     pub(super) fn send_to_pool(&mut self, context: &mut WorkerContext<H>, transfer: PoolTransfer) {
         let PoolTransfer { token, mut transfer } = transfer;
-        let moving = context.handler.detach(token);
+        let pending = context.handler.detach(token);
         let (Some(takeover), Some(memory)) = (context.takeover.clone(), self.slots.memory(token).cloned()) else {
             return;
         };
@@ -161,7 +161,7 @@ impl<H: QueueHandler> Worker<H> {
             // SAFETY: `memory` is what the chain lies in.
             let outcome = unsafe { transfer.run() };
             drop(memory);
-            takeover.give_back(Returned::Transferred { token, outcome, moving });
+            takeover.complete(Completion::Transferred { token, outcome, pending });
         };
         if let Err(job) = pool.run(None, Box::new(job)) {
             job(&mut context.handler);
