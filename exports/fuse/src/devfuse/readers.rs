@@ -322,7 +322,7 @@ impl Readers {
         if threads >= READERS_MAX || threads + lost >= READERS_ALL_MAX {
             self.full.call_once(|| {
                 tracing::warn!(
-                    "all {threads} threads of a mount are busy or blocked in the source, {lost} others were given up: \
+                    "all {threads} threads of a mount are busy or blocked in the source, {lost} were abandoned: \
                      requests wait"
                 );
             });

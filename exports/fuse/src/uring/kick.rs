@@ -47,7 +47,7 @@ pub(super) fn kick(device: BorrowedFd<'_>, file: u64, number: u64) -> Result<(),
 pub(super) fn kick_by_stat(queue: &Arc<Queue>, times: usize) {
     queue.pokers.fetch_add(1, Ordering::AcqRel);
     let present = ServingThread::new(&queue.connection);
-    let started = std::thread::Builder::new().name("fuse-poke".into()).spawn({
+    let started = std::thread::Builder::new().name("fuse-kick".into()).spawn({
         let queue = Arc::clone(queue);
         move || {
             stay_on(queue.cpu);

@@ -94,10 +94,10 @@ pub(super) struct Queue {
     pub(super) kept: AtomicU64,
     /// How often the kernel was nudged.
     pub(super) nudges: AtomicU64,
-    /// Threads that poke the kernel, which was to be nudged and could not.
+    /// Threads that retry a failed kick.
     pub(super) pokers: AtomicUsize,
     /// Transfers that the ring is making.
-    pub(super) moving: RingTransfers,
+    pub(super) active_transfers: RingTransfers,
     /// Requests with a later reply, and those with a blocked handler.
     pub(super) parked: AtomicIsize,
     calls: Mutex<Calls>,
@@ -137,7 +137,7 @@ impl Queue {
             kept: AtomicU64::new(0),
             nudges: AtomicU64::new(0),
             pokers: AtomicUsize::new(0),
-            moving: RingTransfers::default(),
+            active_transfers: RingTransfers::default(),
             parked: AtomicIsize::new(0),
             calls: Mutex::default(),
             deferred: DeferredReplies::default(),
@@ -340,7 +340,7 @@ impl MonitoredWorker for Queue {
     }
 
     fn tick(self: Arc<Self>, served: bool) {
-        let wanted = self.moving.is_quiet();
+        let wanted = self.active_transfers.is_quiet();
         lock(&self.ways).iter().for_each(|way| way.look(wanted, served));
     }
 }

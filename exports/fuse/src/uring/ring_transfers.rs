@@ -38,19 +38,19 @@ pub(super) struct RunningTransfer {
     unfinished: DetachedTransfer,
     generation: Generation,
     message: Message,
-    /// What the ring calls it: the entry's index, and a number that the entry's next transfer will not have.
+    /// Its number in the ring: the entry's index, and a number that the entry's next transfer will not have.
     number: usize,
-    /// Since when.
+    /// When it began.
     since: Instant,
     /// It took too long: the error for its caller, unless it still succeeds.
-    given_up: Option<AbandonedTransfer>,
+    abandoned: Option<AbandonedTransfer>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct AbandonedTransfer {
     errno: Errno,
     since: Instant,
-    /// The owner of the queue was asked to leave it.
+    /// The owner of the queue was asked to abandon it.
     is_left: bool,
 }
 
@@ -58,16 +58,16 @@ struct AbandonedTransfer {
 #[derive(Default)]
 pub(super) struct RingTransfers {
     count: AtomicUsize,
-    begun: AtomicUsize,
+    submitted: AtomicUsize,
     /// Abandoned transfers, whose callers got an error, with the resources that they still use.
-    left: Mutex<HashMap<usize, (RunningTransfer, Mapping)>>,
+    abandoned: Mutex<HashMap<usize, (RunningTransfer, Mapping)>>,
 }
 
 impl RingTransfers {
     fn number(&self, index: usize) -> usize {
         debug_assert!(index >> INDEX_BITS == 0, "there are fewer entries");
         // The ring has uses of its own for the upper bits.
-        let tag = self.begun.fetch_add(1, Ordering::Relaxed) & (usize::MAX >> (INDEX_BITS + 8));
+        let tag = self.submitted.fetch_add(1, Ordering::Relaxed) & (usize::MAX >> (INDEX_BITS + 8));
         tag << INDEX_BITS | index
     }
 
@@ -130,7 +130,7 @@ pub(super) fn submit_to_ring(worker: &Worker<'_>, index: usize, waits: BlockingT
     if !state.generation_cell.moves(generation) {
         return block.end_move(slot, generation, second);
     }
-    let number = queue.moving.number(index);
+    let number = queue.active_transfers.number(index);
     *under_way = Some(RunningTransfer {
         transfer,
         unfinished,
@@ -138,7 +138,7 @@ pub(super) fn submit_to_ring(worker: &Worker<'_>, index: usize, waits: BlockingT
         message,
         number,
         since: Instant::now(),
-        given_up: None,
+        abandoned: None,
     });
     drop(under_way);
     queue.parked.fetch_add(1, Ordering::Relaxed);
@@ -154,20 +154,20 @@ pub(super) fn submit_to_ring(worker: &Worker<'_>, index: usize, waits: BlockingT
 impl Queue {
     /// Asks about each transfer that the ring makes, and ends it by a verdict. Returns whether there are any.
     pub(super) fn abort_transfers(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
-        if self.moving.is_quiet() {
+        if self.active_transfers.is_quiet() {
             return false;
         }
         let now = Instant::now();
         for (index, state) in self.states() {
             let mut under_way = lock(&state.under_way);
             let Some(under_way) = &mut *under_way else { continue };
-            match &mut under_way.given_up {
+            match &mut under_way.abandoned {
                 None => {
                     let Some(errno) = verdict(state.unique.load(Ordering::Relaxed), under_way.since) else { continue };
-                    under_way.given_up = Some(AbandonedTransfer { errno, since: now, is_left: false });
+                    under_way.abandoned = Some(AbandonedTransfer { errno, since: now, is_left: false });
                 }
-                Some(given_up) if !given_up.is_left && now.duration_since(given_up.since) >= CANCEL_PATIENCE => {
-                    given_up.is_left = true;
+                Some(abandoned) if !abandoned.is_left && now.duration_since(abandoned.since) >= CANCEL_PATIENCE => {
+                    abandoned.is_left = true;
                 }
                 Some(_) => continue,
             }
@@ -197,7 +197,7 @@ impl Queue {
 }
 
 impl Block {
-    /// A transfer that this thread made, or did not, is over.
+    /// Ends this thread's transfer, whether it ran or not.
     pub(super) fn end_move(&self, slot: usize, generation: Generation, second: *mut u8) {
         if !self.states[slot].generation_cell.end_move(generation) {
             // SAFETY: revoking a worker's transfer leaves it its memory, and the transfer has just ended.
@@ -236,17 +236,17 @@ impl Worker<'_> {
         let Some((block, slot)) = queue.entry(index) else { return };
         let (number, entry) = match &*lock(&block.states[slot].under_way) {
             None => return,
-            Some(RunningTransfer { number, given_up: Some(AbandonedTransfer { errno, .. }), .. }) => {
+            Some(RunningTransfer { number, abandoned: Some(AbandonedTransfer { errno, .. }), .. }) => {
                 (*number, Err(io::Error::from(*errno)))
             }
             Some(RunningTransfer { number, transfer, .. }) => (*number, transfer.entry(queue.ring.unprivileged)),
         };
-        // The kernel may start threads for it, which are as this one is.
+        // Kernel threads inherit this thread's scheduling class.
         self.way.run_normally();
         // SAFETY: this thread owns the queue; transfer, file and memory are kept until it has completed.
         let begun = entry.and_then(|entry| self.push(|| unsafe { queue.ring.transfer(number, &entry) }));
         match begun {
-            Ok(()) => _ = queue.moving.count.fetch_add(1, Ordering::Relaxed),
+            Ok(()) => _ = queue.active_transfers.count.fetch_add(1, Ordering::Relaxed),
             Err(error) => self.finish_transfer(index, Err(error)),
         }
     }
@@ -254,17 +254,17 @@ impl Worker<'_> {
     /// The ring has ended a transfer, or a part of it.
     pub(super) fn transfer_completed(&self, number: usize, result: i32) {
         let queue = self.queue;
-        queue.moving.count.fetch_sub(1, Ordering::Relaxed);
+        queue.active_transfers.count.fetch_sub(1, Ordering::Relaxed);
         let result = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
-        let left = lock(&queue.moving.left).remove(&number);
+        let left = lock(&queue.active_transfers.abandoned).remove(&number);
         if let Some((under_way, memory)) = left {
             return self.finish_abandoned(under_way, memory, result);
         }
         let index = RingTransfers::index(number);
         let Some((block, slot)) = queue.entry(index) else { return };
         let outcome = match &mut *lock(&block.states[slot].under_way) {
-            Some(RunningTransfer { given_up: Some(given_up), .. }) if result.is_err() => {
-                Some(Err(io::Error::from(given_up.errno)))
+            Some(RunningTransfer { abandoned: Some(abandoned), .. }) if result.is_err() => {
+                Some(Err(io::Error::from(abandoned.errno)))
             }
             Some(RunningTransfer { transfer, .. }) => transfer.advance(result),
             None => return,
@@ -316,7 +316,7 @@ impl Worker<'_> {
         let Some((block, slot)) = self.queue.entry(index) else { return };
         let mut state = lock(&block.states[slot].under_way);
         let number = match &*state {
-            Some(RunningTransfer { given_up: Some(AbandonedTransfer { is_left: true, .. }), .. }) => {
+            Some(RunningTransfer { abandoned: Some(AbandonedTransfer { is_left: true, .. }), .. }) => {
                 return self.leave(index, (block, slot), &mut state);
             }
             Some(RunningTransfer { number, .. }) => *number,
@@ -332,13 +332,13 @@ impl Worker<'_> {
     /// Replies to a request whose transfer the kernel does not cancel, and keeps the resources that it still uses.
     fn leave(&self, index: usize, (block, slot): (&Block, usize), state: &mut Option<RunningTransfer>) {
         let queue = self.queue;
-        let Some(RunningTransfer { generation, number, given_up: Some(given_up), .. }) = state else { return };
+        let Some(RunningTransfer { generation, number, abandoned: Some(abandoned), .. }) = state else { return };
         let unique = block.states[slot].unique.load(Ordering::Relaxed);
-        match block.leave(slot, *generation, &encode_error(unique, given_up.errno)) {
+        match block.leave(slot, *generation, &encode_error(unique, abandoned.errno)) {
             Ok((memory, answered)) => {
                 let number = *number;
                 if let Some(under_way) = state.take() {
-                    lock(&queue.moving.left).insert(number, (under_way, memory));
+                    lock(&queue.active_transfers.abandoned).insert(number, (under_way, memory));
                 }
                 if answered {
                     queue.parked.fetch_sub(1, Ordering::Relaxed);
@@ -346,7 +346,7 @@ impl Worker<'_> {
                 }
             }
             // The monitor will ask once more.
-            Err(_) => given_up.is_left = false,
+            Err(_) => abandoned.is_left = false,
         }
     }
 
@@ -356,7 +356,7 @@ impl Worker<'_> {
         for (index, _) in queue.states().filter(|(_, state)| lock(&state.under_way).is_some()) {
             self.cancel_transfer(index);
         }
-        while !queue.moving.is_quiet() {
+        while !queue.active_transfers.is_quiet() {
             if let Err(error) = self.enter(true) {
                 tracing::error!("the ring of CPU {} is broken, its memory stays: {error}", queue.cpu);
                 std::mem::forget(Arc::clone(queue));
@@ -365,7 +365,7 @@ impl Worker<'_> {
             // SAFETY: this thread owns the queue.
             while let Some(completed) = unsafe { queue.ring.next() } {
                 if let super::ring::Completed::Transfer(..) = completed {
-                    queue.moving.count.fetch_sub(1, Ordering::Relaxed);
+                    queue.active_transfers.count.fetch_sub(1, Ordering::Relaxed);
                 }
             }
         }
@@ -378,11 +378,11 @@ mod tests {
 
     #[test]
     fn numbers_tell_transfers_of_one_entry_apart() {
-        let moving = RingTransfers::default();
-        let numbers: Vec<usize> = (0..5).map(|_| moving.number(40_000)).collect();
+        let transfers = RingTransfers::default();
+        let numbers: Vec<usize> = (0..5).map(|_| transfers.number(40_000)).collect();
         assert!(numbers.iter().all(|number| RingTransfers::index(*number) == 40_000));
         assert!(numbers.windows(2).all(|pair| pair[0] != pair[1]));
-        moving.begun.store(usize::MAX, Ordering::Relaxed);
-        assert!(moving.number(65_535) < 1 << (usize::BITS - 3), "above are the ring's own marks");
+        transfers.submitted.store(usize::MAX, Ordering::Relaxed);
+        assert!(transfers.number(65_535) < 1 << (usize::BITS - 3), "above are the ring's own marks");
     }
 }
