@@ -19,7 +19,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 const REQUESTS: u32 = 3;
 
 impl Shared {
-    /// Receives events until the client ends. Whenever they come to an end, what others did is not known.
+    /// Receives events until the client ends. After a gap, all caches are dropped.
     pub(crate) fn receive_events(&self) {
         let mut last = None;
         while let Some(session) = self.link.session_after(last) {
@@ -33,7 +33,7 @@ impl Shared {
             }
             if !session.is_broken() {
                 let address = self.link.address();
-                tracing::warn!("the 9P server at {address} does not tell any more what others do");
+                tracing::warn!("the 9P server at {address} no longer sends events");
             }
         }
     }

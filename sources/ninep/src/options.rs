@@ -128,8 +128,8 @@ pub enum Error {
         /// Why.
         errno: Errno,
     },
-    /// An option makes no sense.
-    #[error("{what} = {value} cannot be; choose {min} to {max}")]
+    /// An option is out of range.
+    #[error("{what} must be {min} to {max}, not {value}")]
     Option {
         /// Which.
         what: &'static str,
@@ -140,7 +140,7 @@ pub enum Error {
         /// The most.
         max: u64,
     },
-    /// No thread can be had.
+    /// No thread can be started.
     #[error("no thread can be started for the connection to a 9P server")]
     Threads(#[source] io::Error),
 }
