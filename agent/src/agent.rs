@@ -76,7 +76,7 @@ pub enum AgentError {
 }
 
 impl AgentError {
-    /// Whether the next attempt would fail, too, unless somebody changes something.
+    /// Returns whether a retry would fail without a change of configuration.
     pub(crate) fn is_misuse(&self) -> bool {
         matches!(self, Self::Permission | Self::NoEvents { .. } | Self::ReadOnly { .. } | Self::Other { .. })
     }

@@ -62,7 +62,7 @@ pub fn main() -> u8 {
 pub fn run(program: &'static str, args: &Args) -> u8 {
     match start(program, args) {
         Ok(threads) => {
-            // A thread that has panicked has said so.
+            // The panic was logged.
             threads.into_iter().map(|thread| thread.join().unwrap_or(FAILED)).max().unwrap_or_default()
         }
         Err(error) => {
@@ -145,7 +145,7 @@ impl Place {
             if !self.waits {
                 return Ok(());
             }
-            // Whoever waits for this service may be who mounts.
+            // The service that mounts may wait for this one to be ready.
             ready();
             if !table.wait(&self.shutdown).map_err(failed)? {
                 return Ok(());

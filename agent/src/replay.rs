@@ -73,7 +73,7 @@ impl<'a> Replayer<'a> {
                 let flags = if record.is_dir { AtFlags::REMOVEDIR } else { AtFlags::empty() };
                 let remove = |flags| rustix::fs::unlinkat(self.dir(record.ino)?, name.as_bytes(), flags);
                 match remove(flags) {
-                    // A server does not always know what it was.
+                    // The server may not know the inode's type.
                     Err(Errno::ISDIR) => remove(AtFlags::REMOVEDIR),
                     Err(Errno::NOTDIR) => remove(AtFlags::empty()),
                     outcome => outcome,
@@ -105,7 +105,7 @@ fn is_one_inode(one: (BorrowedFd<'_>, &[u8]), other: (BorrowedFd<'_>, &[u8])) ->
     matches!((ino(one), ino(other)), (Ok(one), Ok(other)) if one == other)
 }
 
-/// Makes a name. The server says of what type; the rest it knows better.
+/// Creates a name. The server supplies the type; it ignores the other attributes.
 fn create(dir: BorrowedFd<'_>, name: &[u8], mode: u32) -> Result<()> {
     match FileType::from_raw_mode(mode) {
         FileType::Directory => rustix::fs::mkdirat(dir, name, Mode::RWXU),

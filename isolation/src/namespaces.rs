@@ -177,8 +177,7 @@ fn unshare(flags: UnshareFlags) -> rustix::io::Result<()> {
     unsafe { rustix::thread::unshare_unsafe(flags) }
 }
 
-/// Lets this process wait for its children. A program that ignores SIGCHLD leaves that to those that it starts, and then the kernel tells
-/// nobody of their ends.
+/// Lets this process wait for its children. Children inherit ignored SIGCHLD, and the kernel then reports no exits.
 pub fn expect_children() {
     // SAFETY: no handler is set.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };

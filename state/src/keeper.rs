@@ -78,7 +78,7 @@ pub enum KeeperError {
     /// The keeper has no room for the state of the next server.
     #[error("the keeper of the state has no descriptors left")]
     Full,
-    /// It says what cannot be.
+    /// Protocol error.
     #[error(
         "the keeper of the state speaks another protocol version; end the process ferry-keeper, and restart the guest"
     )]
@@ -223,7 +223,7 @@ impl KeeperConnection {
         (self.socket, self.held, self.records)
     }
 
-    /// Has a descriptor held.
+    /// Stores a descriptor.
     pub(crate) fn put(line: BorrowedFd<'_>, key: u64, file: BorrowedFd<'_>) -> Result<(), KeeperError> {
         send(line, (PUT, key), &[], &[file]).map_err(KeeperError::Gone)
     }
@@ -314,7 +314,7 @@ fn wait_for_server(listener: &OwnedFd, end: &OwnedFd, connection: Option<&OwnedF
     }
 }
 
-/// What a keeper has.
+/// The keeper's state.
 #[derive(Default)]
 struct HeldDescriptors {
     files: HashMap<u64, OwnedFd>,

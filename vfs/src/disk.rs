@@ -111,10 +111,12 @@ pub trait Disk: Send + Sync {
     /// Returns a string that identifies the disk. Exports may truncate it (virtio-blk: to 20 bytes).
     fn serial(&self) -> String;
 
-    /// Reads a range. The export moves the bytes of an extent; fewer bytes than requested are an error there.
+    /// Reads a range. The export moves the bytes of an extent; fewer bytes than requested are an error there. Errors
+    /// are those of the device (`IO`).
     fn read(&self, at: &BlockRange, out: &mut dyn Output) -> Result<Data>;
 
-    /// Writes a range. With `durable`, the write ends when the data would survive a power failure. The default returns `ROFS`.
+    /// Writes a range. With `durable`, the write ends when the data would survive a power failure. Errors are those
+    /// of the device (`IO`, `NOSPC`); the default returns `ROFS`.
     fn write(&self, at: &BlockRange, durable: bool, input: &mut dyn Input) -> Result<Data> {
         Err(Errno::ROFS)
     }
@@ -131,8 +133,8 @@ pub trait Disk: Send + Sync {
         self.features().slow
     }
 
-    /// Makes written data durable. If it returns a descriptor, the export calls `fdatasync` on it. `None`: the data is
-    /// durable already.
+    /// Makes written data durable. If it returns a descriptor, the export calls `fdatasync` on it. `None`: the data
+    /// is durable already. Errors (`IO`) mean that written data may be lost.
     fn flush(&self) -> Result<Option<Arc<Backing>>> {
         Ok(None)
     }

@@ -211,7 +211,7 @@ pub struct Export {
 #[derive(Debug)]
 enum Transport {
     Sockets(Arc<Hub>),
-    Device(device::Served),
+    Device(device::ServedDevice),
 }
 
 /// Returns the shared state of clients, if the options are valid and possible.
@@ -260,7 +260,7 @@ impl Export {
         options: Options,
     ) -> Result<Self, Error> {
         let share = share(source, options)?;
-        let served = device::Served::start(listener, &share, device)?;
+        let served = device::ServedDevice::start(listener, &share, device)?;
         Ok(Self { share, way: Some(Transport::Device(served)) })
     }
 

@@ -21,7 +21,7 @@ pub(crate) enum Peer {
     Machine(u32),
     /// The virtual machine of a device.
     Guest,
-    /// Nobody knows.
+    /// Unknown.
     Unknown,
 }
 

@@ -45,7 +45,7 @@ pub(crate) struct Session {
     owner_count: Arc<AtomicUsize>,
     values_bytes: Arc<AtomicUsize>,
     pub(crate) client_ends: ClientEnds,
-    /// Names that its users are to look at again before they remove them.
+    /// Names that users must look up again before a removal.
     pub(crate) removals: Removals,
     /// On whose account all that is.
     pub(crate) holder: Arc<ConnectionAccount>,
@@ -143,7 +143,7 @@ impl Drop for Node {
     fn drop(&mut self) {
         self.paths.leave(self.ino);
         if self.counted {
-            sure(|| self.source.forget(self.ino, 1));
+            catch_release(|| self.source.forget(self.ino, 1));
         }
     }
 }
@@ -239,9 +239,9 @@ impl Drop for Open {
         self.holder.release(Resource::Entries, owners.len());
         for owner in owners {
             // No client is left to receive an error.
-            sure(|| _ = self.source.flush(&caller, ino, handle, owner));
+            catch_release(|| _ = self.source.flush(&caller, ino, handle, owner));
         }
-        sure(|| match self.is_dir() {
+        catch_release(|| match self.is_dir() {
             true => self.source.releasedir(&caller, ino, handle),
             false => self.source.release(&caller, ino, handle),
         });
@@ -257,9 +257,9 @@ fn raise(count: &AtomicUsize, by: usize, most: usize) -> bool {
     fits
 }
 
-/// A source that panics for one thing that is given back still gets the others.
-fn sure(give_back: impl FnOnce()) {
-    if catch_unwind(AssertUnwindSafe(give_back)).is_err() {
+/// Releases one resource. A panic in one release does not skip the others.
+fn catch_release(release: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(release)).is_err() {
         tracing::error!("the source panicked while releasing resources of a 9P client");
     }
 }
@@ -511,7 +511,7 @@ mod tests {
     use crate::clients::Clients;
     use crate::peer::Peer;
 
-    /// A source of which nothing is asked.
+    /// A source without calls.
     struct Nothing;
 
     impl FileSystem for Nothing {}

@@ -280,7 +280,7 @@ impl Dir {
     /// the directory has persistent file handles, and only closes descriptors of inodes that their handles find again.
     /// Further calls have no effect.
     pub fn begin(&self) {
-        if !(self.has_file_handles() && self.root.found.mount.lasting) {
+        if !(self.has_file_handles() && self.root.found.mount.handles_survive_eviction) {
             return;
         }
         self.idle_evictor.get_or_init(|| {

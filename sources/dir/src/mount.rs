@@ -21,7 +21,7 @@ pub(crate) struct Mount {
     /// File handles can be created and opened.
     handles: bool,
     /// Handles also lead to inodes that the kernel has evicted.
-    pub(crate) lasting: bool,
+    pub(crate) handles_survive_eviction: bool,
     /// Closing a file may report an error of an earlier write.
     pub(crate) flushes: bool,
     /// Timestamps are multigrain: a change gets a distinct change time if the previous one was queried. This applies to
@@ -68,10 +68,10 @@ impl Mount {
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "magic numbers have 32 bits")]
         let kind = rustix::fs::fstatfs(path_fd).map(|statfs| statfs.f_type as u32);
         let flushes = kind.map_or(true, |kind| !NO_FLUSH.contains(&kind));
-        let lasting = kind.is_ok_and(|kind| !FORGETFUL.contains(&kind));
+        let handles_survive_eviction = kind.is_ok_and(|kind| !FORGETFUL.contains(&kind));
         let multigrain = *HAS_MULTIGRAIN && kind.is_ok_and(|kind| MULTIGRAIN.contains(&kind));
-        tracing::debug!(id, handles, lasting, flushes, multigrain, "mount");
-        Self { id, real, handles, lasting, flushes, multigrain }
+        tracing::debug!(id, handles, handles_survive_eviction, flushes, multigrain, "mount");
+        Self { id, real, handles, handles_survive_eviction, flushes, multigrain }
     }
 
     /// Returns the descriptor for opening file handles, if the mount has them.

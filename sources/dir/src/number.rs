@@ -71,7 +71,7 @@ impl HandleNumbers {
     /// Returns `None` if handles are not persistent, have another form, or inode numbers may be too large. The root's
     /// inodes are then not found by number.
     pub(crate) fn new(root: BorrowedFd<'_>, mount: &Mount) -> Option<Self> {
-        if !mount.lasting || mount.handles().is_none() {
+        if !mount.handles_survive_eviction || mount.handles().is_none() {
             return None;
         }
         let handle = sys::name_to_handle(root, b"").ok()?;

@@ -255,7 +255,7 @@ impl Inode {
 
     /// Returns whether a file handle leads to the inode as long as it has any name.
     pub(crate) fn has_persistent_handle(&self) -> bool {
-        self.found.handle.is_some() && self.found.mount.lasting
+        self.found.handle.is_some() && self.found.mount.handles_survive_eviction
     }
 
     /// As [`Self::evict`], if the descriptor can certainly be reopened.

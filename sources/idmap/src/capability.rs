@@ -15,7 +15,7 @@ const REVISION_3: u32 = 0x0300_0000;
 /// A word of revision and flags, and two words of each of two sets.
 const BYTES: usize = 20;
 
-/// Returns the value with another root; an invalid value is passed on, and refused by the source.
+/// Translates the root id. An invalid value is returned unchanged.
 ///
 /// # Errors
 ///

@@ -8,7 +8,7 @@ use ferry_vfs::{Caller, CreateArgs, Entry, Handle, Ino, Name, OFlags, RenameFlag
 use crate::{BLOCK, Quota};
 
 impl Quota {
-    /// Creates an inode by `make`, which may take so many bytes beside a block of the directory.
+    /// Runs `make` with `bytes` and one directory block reserved.
     fn make<T>(
         &self,
         cx: &Caller<'_>,
@@ -132,7 +132,7 @@ impl Quota {
         let _removal = self.removals.begin();
         let renamed = match flags.contains(RenameFlags::NOREPLACE) {
             true => rename(),
-            false => self.losing(cx, to.0, to.1, rename),
+            false => self.remove_counted(cx, to.0, to.1, rename),
         };
         if let Some(whiteout) = whiteout.filter(|_| renamed.is_ok()) {
             whiteout.settle(1);
@@ -153,13 +153,19 @@ impl Quota {
     fn remove(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, remove: impl FnOnce() -> Result<()>) -> Result<()> {
         let held_dir = self.hold(cx, dir)?;
         let _removal = self.removals.begin();
-        let removed = self.losing(cx, dir, name, remove);
+        let removed = self.remove_counted(cx, dir, name, remove);
         self.settle(cx, held_dir, None);
         removed
     }
 
     /// Runs `remove`, by which the inode of a name may lose it.
-    fn losing(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, remove: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn remove_counted(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        name: Name<'_>,
+        remove: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let Ok(entry) = self.source.lookup(cx, dir, name) else { return remove() };
         let ino = entry.ino;
         let held = self.hold(cx, ino).inspect_err(|_| self.source.forget(ino, 1))?;

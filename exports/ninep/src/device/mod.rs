@@ -109,12 +109,12 @@ impl Device for NineP {
 
 /// A device being served.
 #[derive(Debug)]
-pub(crate) struct Served {
+pub(crate) struct ServedDevice {
     server: Server,
     now: Arc<Mutex<Weak<Guest>>>,
 }
 
-impl Served {
+impl ServedDevice {
     pub(crate) fn start(listener: UnixListener, share: &Arc<Share>, options: DeviceOptions) -> Result<Self, Error> {
         let tag = options.tag.as_bytes();
         if !(1..=TAG_BYTES_MAX).contains(&tag.len()) || tag.contains(&0) {

@@ -51,7 +51,7 @@ enum Kind {
 }
 
 impl PendingTransfer {
-    /// The transfer has ended: writes the reply.
+    /// Finishes the reply of an ended transfer.
     pub(crate) fn end(
         mut self,
         share: &Share,
@@ -114,7 +114,7 @@ impl Context<'_> {
         self.transferred(carrier, kind, ended)
     }
 
-    /// The carrier has the transfer: either it has ended already, or some thread will see it end.
+    /// The carrier has the transfer: it has ended, or another thread completes it.
     fn transferred(
         &self,
         carrier: &mut impl NinepCarrier,

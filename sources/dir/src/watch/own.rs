@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, Changes, DeliveryGuard, Event, Ino, Listener, NameBuf, SessionId, Subscription};
 
-/// How long after what a client did an event may still be its. Longer than a thread is kept from the CPU, mostly.
+/// Maximum delay between a client's operation and its inotify event.
 const MATCH_MAX: Duration = Duration::from_millis(200);
-/// A client's file is closed after it has been said. By then it is.
+/// Maximum delay between the end of a client's file and the close itself.
 const CLOSE_MAX: Duration = Duration::from_millis(50);
-/// The most names and inodes. With more, clients are told of some of their own changes.
+/// The most names and inodes. Beyond that, clients receive some of their own changes.
 const ENTRIES_MAX: usize = 1 << 16;
 
 /// How long the watcher waits for operations under way. What a slower one does may be told as that of others.

@@ -18,7 +18,7 @@ use crate::store::batch::BATCH_BYTES;
 type Part<B> = (B, bool);
 
 /// A thread that reads groups of files.
-struct Lane<B> {
+struct ReaderThread<B> {
     parts: Receiver<Result<Part<B>>>,
     /// Returns empty buffers to the thread.
     empty: Sender<B>,
@@ -41,14 +41,14 @@ pub(crate) fn read<W: ContentWriter>(
                 let (empty, free) = channel();
                 (0..W::buffers_per_thread(threads)).for_each(|_| _ = empty.send(writer.new_buffer()));
                 scope.spawn(move || read_groups(&wanted, &free, &sender));
-                (groups, Lane { parts, empty })
+                (groups, ReaderThread { parts, empty })
             })
             .unzip();
         let count = &found;
         let scanner = scope.spawn(move || find::<W>(source, filter, &groups, count));
         let (mut done, mut contents) = (0, Vec::new());
         'groups: for at in 0_usize.. {
-            let Lane { parts, empty } = &lanes[at % threads];
+            let ReaderThread { parts, empty } = &lanes[at % threads];
             loop {
                 // No more parts: the walk has ended or failed.
                 let Ok(part) = parts.recv() else { break 'groups };

@@ -117,7 +117,7 @@ pub enum ObjectError {
         reason: std::io::Error,
     },
     /// A pack with a cache limit has no permanent location.
-    #[error("what is kept of the pack {pack} is bounded, so its objects have no place that lasts")]
+    #[error("the cache of the pack {pack} is limited, so its objects have no permanent file")]
     Passing {
         /// The pack's name.
         pack: Digest,

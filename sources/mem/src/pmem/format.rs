@@ -122,7 +122,7 @@ pub enum FormatError {
         expected: u32,
     },
     /// Impossible counters: a snapshot per second would take a century to reach them.
-    #[error("it counts {generation} snapshots, the last of {records} records, which cannot be")]
+    #[error("it counts {generation} snapshots, the last of {records} records; the maximum is {}", COUNTER_END - 1)]
     Counters {
         /// The generation.
         generation: u64,
