@@ -15,15 +15,15 @@ use crate::replay::Replayer;
 use crate::shutdown::Shutdown;
 use crate::sys;
 
-/// The pause after messages with changes of data: those of the meantime are one event.
+/// The pause after messages with changes of data: changes during it are merged into one event.
 const INTERVAL: Duration = Duration::from_millis(5);
-/// The pause after an error that may pass, such as a server that is started again.
+/// The pause after a temporary error, such as a restart of the server.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// When an agent that has heard nothing asks whether it is served: to a later agent of a mount there may be nothing to tell.
+/// When an agent without events checks whether it is still served: a later agent of the mount may have replaced it.
 const HEARD_MAX: Duration = Duration::from_millis(100);
 
-/// Why an agent cannot go on.
+/// Why an agent cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// The mount cannot be opened.
@@ -40,11 +40,11 @@ pub enum AgentError {
         /// The mount point.
         path: PathBuf,
     },
-    /// Replays are recognised by their group, which only root can take.
+    /// Replays are recognized by their group, which only root can take.
     #[error("only root can replay events")]
     Permission,
-    /// The server tells nothing.
-    #[error("{} tells of no events: share it with --events, and name its mount point in the guest", path.display())]
+    /// The server sends no events.
+    #[error("{} sends no events: share it with --events, and name its mount point in the guest", path.display())]
     NoEvents {
         /// The mount point.
         path: PathBuf,
@@ -59,7 +59,7 @@ pub enum AgentError {
         /// The mount point.
         path: PathBuf,
     },
-    /// The server tells somebody else.
+    /// The server sends events to another agent.
     #[error("another agent serves {}: end one of them", path.display())]
     Other {
         /// The mount point.
@@ -90,9 +90,9 @@ impl AgentError {
 /// How an agent ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AgentEnd {
-    /// By [`Shutdown::end`].
+    /// It was ended by [`Shutdown::end`].
     Asked,
-    /// Its mount was unmounted, or something else is mounted there.
+    /// Its mount was unmounted, or another mount covers it.
     Unmounted,
 }
 
@@ -103,7 +103,7 @@ pub struct Agent {
     root: Arc<OwnedFd>,
     mount: MountId,
     shutdown: Arc<Shutdown>,
-    /// Where caches are leased.
+    /// The guard, if caches are leased.
     guard: Option<Guard>,
 }
 
@@ -125,11 +125,11 @@ impl Agent {
         Ok(Self { path: path.into(), root, mount, shutdown: Arc::clone(shutdown), guard: None })
     }
 
-    /// Replays events. Calls `ready` when the server has this agent's request, and often afterwards: what happens from now
-    /// on is replayed. The calling thread takes another group for files meanwhile.
+    /// Replays events. Calls `ready` when the server has this agent's request, and often afterwards: later events are
+    /// replayed. During the call, the thread has another group for file access.
     ///
     /// # Errors
-    /// [`AgentError`] says why it is not possible.
+    /// [`AgentError`].
     pub fn run(mut self, ready: &mut dyn FnMut()) -> Result<AgentEnd, AgentError> {
         let before = sys::take_group().map_err(|_| AgentError::Permission)?;
         self.interrupt_later();
@@ -140,7 +140,7 @@ impl Agent {
         outcome
     }
 
-    /// Has the first wait end soon, whatever happens.
+    /// Makes the first wait end soon.
     fn interrupt_later(&self) {
         let root = Arc::downgrade(&self.root);
         let interrupt = move || {
@@ -152,11 +152,11 @@ impl Agent {
             }
         };
         if let Err(error) = std::thread::Builder::new().name("ready".into()).spawn(interrupt) {
-            tracing::debug!(%error, "ready only when something happens");
+            tracing::debug!(%error, "ready only after the first event");
         }
     }
 
-    /// Whether the path leads to another mount by now. A mount that is in use can be unmounted lazily.
+    /// Whether the path leads to another mount now. A busy mount may have been unmounted lazily.
     fn is_unmounted(&self) -> bool {
         MountId::at(&self.path) != Ok(self.mount)
     }
@@ -204,7 +204,7 @@ impl Agent {
             let message = match Message::decode(&buffer) {
                 Ok(message) => message,
                 Err(error) => {
-                    tracing::warn!("{}: the server's message is not used: {error}", self.path.display());
+                    tracing::warn!("{}: ignoring an invalid message of the server: {error}", self.path.display());
                     self.shutdown.sleep(RETRY);
                     continue;
                 }
@@ -217,18 +217,18 @@ impl Agent {
             }
             ready();
             match self.replay(&message) {
-                // Nothing happens: nothing but the mount table is looked at.
+                // Without events only the mount table is checked.
                 Replayed::Nothing if self.is_unmounted() => return Ok(AgentEnd::Unmounted),
                 Replayed::Nothing | Replayed::Names => {}
                 Replayed::Data => self.shutdown.sleep(INTERVAL),
-                // What is leased to an agent that cannot replay would be wrong for minutes.
+                // Leased caches of an agent that cannot replay would be stale for minutes.
                 Replayed::Refused => return Err(AgentError::ReadOnly { path: self.path.clone() }),
             }
         }
         Ok(AgentEnd::Asked)
     }
 
-    /// Has the kernel drop what it has cached when this process ends: starts a guard if there is none any more.
+    /// Makes the kernel drop its caches when this process ends: starts a guard if there is none.
     fn keep_guard(&mut self) {
         if self.guard.as_mut().is_some_and(Guard::beat) {
             return;
@@ -249,7 +249,7 @@ impl Agent {
             let record = match record {
                 Ok(record) => record,
                 Err(error) => {
-                    tracing::warn!("{}: the rest of a message is not used: {error}", self.path.display());
+                    tracing::warn!("{}: ignoring the rest of a message: {error}", self.path.display());
                     self.shutdown.sleep(RETRY);
                     break;
                 }
@@ -268,7 +268,7 @@ impl Agent {
     }
 }
 
-/// What a message had.
+/// The contents of a message.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Replayed {
     Nothing,
@@ -282,9 +282,9 @@ fn is_of_name(record: &Record<'_>) -> bool {
     matches!(record.kind, Kind::Created | Kind::Removed | Kind::Renamed)
 }
 
-/// Has the kernel forget what it has cached of a mount and is not in use: no events were told for a while.
+/// Makes the kernel drop its unused caches of a mount, because events were missed.
 fn forget(root: &OwnedFd, path: &Path) {
-    tracing::info!("{}: events may have been missed: dropping what is cached of it", path.display());
+    tracing::info!("{}: events may have been missed: dropping its caches", path.display());
     if let Err(error) = sys::reconfigure(sys::pick(root).ok().as_ref()) {
         tracing::warn!("{}: old data may be cached until it expires: cannot drop caches: {error}", path.display());
     }

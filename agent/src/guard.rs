@@ -1,8 +1,8 @@
-//! Has the kernel drop what it has cached when the agent ends, however it ends.
+//! Makes the kernel drop its caches when the agent ends, for whatever reason.
 //!
-//! Where caches are leased, the server lets the guest's kernel keep what it knows for minutes, and the agent corrects it.
-//! An agent that is killed cannot take that back, and no request makes the kernel do so. So a second process waits for
-//! the end of the first.
+//! Where caches are leased, the server lets the guest's kernel cache for minutes, and the agent corrects the caches.
+//! A killed agent cannot end that, and no request makes the kernel do so. So a second process waits for the end of
+//! the first.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Mutex;
@@ -16,14 +16,14 @@ use rustix::process::{Pid, WaitOptions, waitpid};
 
 use crate::sys;
 
-/// The pause between two signs of life, at least.
+/// The minimum pause between two heartbeats.
 const BEAT: Duration = Duration::from_millis(500);
-/// An agent that gives none for so long is stopped, or hangs.
+/// An agent without a heartbeat for this long is stopped, or hangs.
 const SILENCE: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
-/// The server may count an agent that has ended as there for this long, and until then let the kernel keep what it says.
+/// How long the server may treat an ended agent as running, and let the kernel cache.
 const LEASE: Timespec = Timespec { tv_sec: 2, tv_nsec: 500_000_000 };
 
-/// Guards that go on for a while after their agent, and are to be reaped.
+/// Guards that outlive their agent for a while, to be reaped.
 static ENDING: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 
 /// Reaps guards that have ended.
@@ -40,7 +40,7 @@ pub(crate) struct Guard {
 }
 
 impl Guard {
-    /// Starts it, for the file system with this root.
+    /// Starts a guard for the file system with this root.
     pub(crate) fn start(root: &OwnedFd) -> Result<Self> {
         reap();
         let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
@@ -50,14 +50,14 @@ impl Guard {
         Ok(Self { pipe: Some(write), process, last: Instant::now() })
     }
 
-    /// Shows that the agent goes on; returns whether there still is a guard.
+    /// Sends a heartbeat; returns whether the guard still runs.
     pub(crate) fn beat(&mut self) -> bool {
         if self.last.elapsed() < BEAT {
             return true;
         }
         self.last = Instant::now();
         let Some(pipe) = &self.pipe else { return false };
-        // A full pipe is one of a guard that is stopped.
+        // The pipe is full if the guard is stopped.
         matches!(rustix::io::write(pipe, b"."), Ok(_) | Err(Errno::AGAIN | Errno::INTR))
     }
 }
@@ -70,9 +70,9 @@ impl Drop for Guard {
     }
 }
 
-/// The guard's process: returns when the agent has ended, and nothing is cached on its word any more.
+/// Runs in the guard's process: returns when the agent has ended and no cache depends on it.
 fn run(pipe: &OwnedFd, picked: Option<&OwnedFd>) {
-    // What ends the agent must not end its guard first, and nothing else of the agent's may be kept open.
+    // A signal that ends the agent must not end its guard, and the guard must keep none of the agent's files open.
     let pipe_fd = pipe.as_raw_fd();
     if sys::detach(&mut [pipe_fd, picked.map_or(pipe_fd, OwnedFd::as_raw_fd)]).is_err() {
         return;

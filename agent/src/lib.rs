@@ -1,6 +1,6 @@
-//! The agent in a guest. It asks the server of a mount for what others do to the files that the guest knows, and replays
-//! each event as the same system call on the mount. The server recognises these calls and changes nothing. The guest's
-//! kernel raises the events for everybody who watches, and corrects what it has cached.
+//! The agent in a guest. It requests from the server of a mount the changes that others make to files that the guest
+//! knows, and replays each event as the same system call on the mount. The server recognizes these calls and changes
+//! nothing. The guest's kernel raises the events for every watcher and corrects its caches.
 //!
 //! [`run`] is the command `ferry agent` and the program `ferry-agent`. An [`Agent`] serves one mount:
 //!

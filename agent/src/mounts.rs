@@ -1,4 +1,4 @@
-//! What is mounted where.
+//! The mount table, and the identities of mounts.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -36,7 +36,7 @@ impl MountId {
     }
 }
 
-/// Whether a path is the mount point of something; true where the kernel does not tell (before Linux 5.8).
+/// Whether a path is a mount point; true where the kernel does not report it (before Linux 5.8).
 pub(crate) fn is_mount_point(path: &Path) -> bool {
     statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::empty()).is_ok_and(|found| {
         let can_tell = found.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT);
@@ -83,7 +83,7 @@ mod tests {
             // Others may mount something meanwhile.
             while table.wait(&shutdown).expect("polled") {}
         });
-        // Whether this process may interrupt agents or not: there are none.
+        // Fails without privileges, but no agent waits here.
         let _ = other.end();
         thread.join().expect("no panic");
     }

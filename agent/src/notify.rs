@@ -39,8 +39,8 @@ impl Readiness {
     }
 }
 
-/// Connects to the service manager, if there is one that wants to be told when `ready`. A failure is a warning: the variable may have been
-/// inherited from another service.
+/// Connects to the service manager, if it waits for a notification when `ready`. A failure is a warning: the variable
+/// may have been inherited from another service.
 #[must_use]
 pub fn notification_socket(ready: &str) -> Option<UnixDatagram> {
     let name = std::env::var_os("NOTIFY_SOCKET").filter(|name| !name.is_empty())?;

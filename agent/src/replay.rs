@@ -57,7 +57,8 @@ impl<'a> Replayer<'a> {
         }
         let mode = sys::announce(self.root, record.number)?;
         match (self.call(record, mode), record.name) {
-            // The kernel may remember that the name is absent, and asks again only to make it, which the server refuses.
+            // The kernel may have cached that the name is absent, and then sends a create request, which the server
+            // refuses.
             (Err(Errno::NOENT), Some(name)) if record.kind != Kind::Created => {
                 let _ = create(self.dir(record.ino)?, name.as_bytes(), FileType::RegularFile.as_raw_mode());
                 self.call(record, mode)
@@ -83,7 +84,8 @@ impl<'a> Replayer<'a> {
                 let flags = if record.exchanged { RenameFlags::EXCHANGE } else { RenameFlags::empty() };
                 let (dir, new_dir) = (self.dir(record.ino)?, self.dir(new_dir)?);
                 if record.exchanged && is_one_inode((dir, name.as_bytes()), (new_dir, new_name.as_bytes())) {
-                    // The kernel would exchange nothing. It asks again for a name that is to be made, which the server refuses.
+                    // The kernel would exchange nothing. It looks up names for creation again, and the server refuses
+                    // the creation.
                     let _ = create(new_dir, new_name.as_bytes(), FileType::RegularFile.as_raw_mode());
                 }
                 rustix::fs::renameat_with(dir, name.as_bytes(), new_dir, new_name.as_bytes(), flags)
@@ -98,7 +100,7 @@ impl<'a> Replayer<'a> {
     }
 }
 
-/// Whether the kernel has one inode under both names: that of one of them is of another time.
+/// Whether the kernel has one inode under both names, one of which is stale.
 fn is_one_inode(one: (BorrowedFd<'_>, &[u8]), other: (BorrowedFd<'_>, &[u8])) -> bool {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
     let ino = |(dir, name)| rustix::fs::statx(dir, name, flags, StatxFlags::INO).map(|found| found.stx_ino);
@@ -120,10 +122,10 @@ fn touch(file: &OwnedFd, kind: Kind) -> Result<()> {
     if kind == Kind::Closed {
         return close(file);
     }
-    // The kernel asks the server, and drops the pages of a file whose time of change is another.
+    // The kernel requests the attributes, and drops the pages of a file whose mtime has changed.
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
     let look = || rustix::fs::statx(file, "", flags, StatxFlags::BASIC_STATS);
-    // The first answer may be that its name is stale.
+    // The first reply may be ESTALE.
     let found = look().or_else(|_| look())?;
     let times = match kind {
         // Both times: IN_ATTRIB. The time of change alone: IN_MODIFY.
@@ -133,7 +135,7 @@ fn touch(file: &OwnedFd, kind: Kind) -> Result<()> {
     rustix::fs::utimensat(file, "", &times, AtFlags::EMPTY_PATH)
 }
 
-/// The times that a file has.
+/// The current times of a file.
 fn times(found: &Statx, atime_nsec: rustix::fs::Nsecs) -> Timestamps {
     Timestamps {
         last_access: Timespec { tv_sec: found.stx_atime.tv_sec, tv_nsec: atime_nsec },

@@ -1,4 +1,4 @@
-//! Stops agents at once. The guest's kernel cannot interrupt the request in which they wait, so the server is asked to.
+//! Stops agents at once. The guest's kernel cannot interrupt the request in which they wait, so the server ends it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use rustix::io::{Errno, Result};
 
 use crate::sys;
 
-/// The pause between two attempts to interrupt agents. One that was about to wait did not notice the first.
+/// The pause between two attempts to interrupt agents: an agent that was about to wait misses the first.
 const INTERRUPT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Ends the agents of a process.
@@ -33,7 +33,8 @@ impl Shutdown {
         Ok(Self { wake_fd, is_over: AtomicBool::new(false), roots: Mutex::default() })
     }
 
-    /// Stops all agents, and returns when none waits. Meanwhile the calling thread has the group id that marks replays.
+    /// Stops all agents, and returns when none waits. During the call, the thread has the group id that marks
+    /// replays.
     ///
     /// # Errors
     /// Only root can interrupt an agent. They end after their wait.

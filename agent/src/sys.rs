@@ -24,10 +24,10 @@ struct FileHandle {
 
 const _: () = assert!(size_of::<FileHandle>() == 8 + 4 * HANDLE_WORDS);
 
-/// Takes the group of replays, for files that this thread uses. Returns the one before.
+/// Sets the group of replays for this thread's file access; returns the previous one.
 pub(crate) fn take_group() -> Result<Gid> {
     let before = rustix::process::getegid();
-    // Only root is recognised by the server.
+    // The server recognizes only root.
     if !rustix::process::geteuid().is_root() {
         return Err(Errno::PERM);
     }
@@ -56,13 +56,13 @@ pub(crate) fn announce(root: &OwnedFd, number: u64) -> Result<u32> {
     Announcement::decode(&bytes).map(|reply| reply.mode).map_err(|_| Errno::PROTO)
 }
 
-/// Has the agent that waits at a mount look whether it is to end.
+/// Makes the agent that waits at a mount check whether it must end.
 pub(crate) fn interrupt(root: &OwnedFd) -> Result<()> {
     // SAFETY: INTERRUPT neither reads nor writes an argument.
     unsafe { ioctl(root, INTERRUPT, std::ptr::null_mut()) }
 }
 
-/// Whether nothing can be changed through a mount.
+/// Whether a mount is read-only.
 pub(crate) fn is_read_only(root: &OwnedFd) -> bool {
     accessat(root, c".", Access::WRITE_OK, AtFlags::empty()) == Err(Errno::ROFS)
 }
@@ -93,7 +93,7 @@ unsafe fn ioctl(root: &OwnedFd, command: u32, argument: *mut c_void) -> Result<(
     if result < 0 { Err(last_error()) } else { Ok(()) }
 }
 
-/// Opens an inode that the kernel knows, as a path. `is_asked_for`: the server is asked for what its name refers to.
+/// Opens an inode that the kernel knows, as a path. `is_asked_for`: its name is looked up at the server.
 pub(crate) fn open_inode(root: &OwnedFd, ino: Ino, is_asked_for: bool) -> Result<OwnedFd> {
     #[allow(clippy::cast_possible_truncation, reason = "the halves of the number")]
     let words = [(ino.0 >> 32) as u32, ino.0 as u32, 0];
@@ -112,13 +112,13 @@ pub(crate) fn open_inode(root: &OwnedFd, ino: Ino, is_asked_for: bool) -> Result
     Ok(opened)
 }
 
-/// Looks an inode's name up. What was found by its handle Linux takes for expired (`fuse_get_dentry`), and forgets with
-/// its last user: it would not be told of any more. Of a name that the server is not sure of, it says that it is stale:
-/// then the kernel looks up each part of the path again.
+/// Looks an inode's name up. Linux treats an inode found by its handle as expired (`fuse_get_dentry`) and forgets it
+/// with its last user, so later events would be missed. If the server replies that the name is stale, the kernel
+/// looks up each part of the path again.
 fn keep_name(opened: &OwnedFd, flags: AtFlags) {
     let link = format!("/proc/self/fd/{}", opened.as_raw_fd());
     if let Ok(path) = rustix::fs::readlink(link, Vec::new()) {
-        // Where another file has the name by now, nothing is lost.
+        // If another file has the name now, no event is lost.
         let _ = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW | flags, StatxFlags::TYPE);
     }
 }

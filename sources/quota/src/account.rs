@@ -1,15 +1,15 @@
-//! What a tree holds, of one kind (bytes or files), and how much it may hold.
+//! The usage of a tree, in bytes or files, and its limit.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
-/// One limit and what counts against it. Amounts are signed: until the next count, a tree that the host changed may
-/// seem to hold less than nothing.
+/// One limit and its usage. Amounts are signed: until the next count, a tree that the host changed may seem to have a
+/// negative usage.
 #[derive(Debug)]
 pub(crate) struct Account {
     limit: i64,
-    /// What the tree holds, and what requests under way may add.
+    /// The usage, with the reservations of active requests.
     used: AtomicI64,
-    /// All growth and all shrinkage that was found so far.
+    /// The sums of all growth and all shrinkage so far.
     grown: AtomicI64,
     shrunk: AtomicI64,
 }
@@ -23,7 +23,7 @@ pub(crate) struct Balance {
 }
 
 impl Balance {
-    /// What the tree holds, without what requests under way may add.
+    /// The usage, without reservations.
     fn charged(self) -> i64 {
         self.grown - self.shrunk
     }
@@ -41,7 +41,7 @@ impl Account {
         self.limit.saturating_sub(self.used.load(Ordering::SeqCst)).max(0)
     }
 
-    /// Reserves an amount, or returns `None` if there is less room. Nothing is always possible.
+    /// Reserves an amount, or returns `None` if there is less room. A reservation of 0 always succeeds.
     pub(crate) fn reserve(&self, amount: i64) -> Option<Reservation<'_>> {
         let reserved = |used: i64| used.checked_add(amount).filter(|used| amount == 0 || *used <= self.limit);
         self.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, reserved).ok()?;
@@ -82,7 +82,7 @@ impl Account {
     }
 }
 
-/// Room that a request under way may use. It is given back when dropped.
+/// A reservation of an active request, released when dropped.
 #[derive(Debug)]
 pub(crate) struct Reservation<'a> {
     account: &'a Account,

@@ -1,4 +1,4 @@
-//! What each inode in use counts for.
+//! The charges of inodes in use.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use crate::account::{Account, Reservation};
 /// Enough that workers on as many CPUs rarely contend.
 const SHARDS: u64 = 64;
 
-/// What one inode counts for, while it is open or a request changes it.
+/// The charge of one inode, while it is open or a request changes it.
 #[derive(Debug)]
 pub(crate) struct Charge {
     /// The bytes that the account holds for it.
@@ -214,7 +214,7 @@ impl Charges {
         self.remove(ino, |charge| !charge.is_open() && !charge.is_orphan());
     }
 
-    /// Has a charge tidied once the births that are active have ended; returns whether there are any.
+    /// Removes a charge once the active births have ended; returns whether there are any.
     fn postpone(&self, ino: Ino) -> bool {
         let births = &mut *lock(&self.births);
         if births.active.is_empty() {
@@ -234,7 +234,7 @@ impl Charges {
         let oldest = births.active.first().copied().unwrap_or(u64::MAX);
         let due = births.late.partition_point(|(number, _)| *number < oldest);
         for (_, ino) in births.late.drain(..due) {
-            // Under the lock: nobody postpones it meanwhile.
+            // Under the lock, so that no other request postpones it.
             if let Some(charge) = read(self.shard(ino)).get(&ino.0) {
                 charge.is_late.store(false, Ordering::SeqCst);
             }

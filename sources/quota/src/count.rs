@@ -1,4 +1,4 @@
-//! Counts what a tree holds: at the start, and again when others may have changed it.
+//! Counts the usage of a tree: at the start, and again when others may have changed it.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::{Quota, storage};
 const ENTRIES: usize = 512;
 /// The minimum time between two counts, also of a small tree.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
-/// A count takes at most this part of the time, if clients ask for more.
+/// The maximum part of the time for counts that clients' requests cause.
 const PAUSE_FACTOR: u32 = 20;
 /// How often a tree that grows is counted without a reason, and the part of the time for that.
 const PERIOD_MIN: Duration = Duration::from_secs(60);
@@ -93,7 +93,8 @@ impl Quota {
     /// Counts the tree again and corrects the accounts. Returns `false` if that was not possible, because requests removed
     /// or moved something meanwhile.
     pub fn recount(&self) -> bool {
-        // What others changed in inodes that have a charge belongs to that, too; the next request would find it once more.
+        // Corrections of charged inodes also apply to their charges; otherwise the next request would find them
+        // again.
         let cx = Caller::default();
         for held in self.charges.all() {
             self.settle(&cx, held, None);

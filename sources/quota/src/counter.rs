@@ -1,4 +1,4 @@
-//! When a tree is counted, and why it could not be.
+//! Schedules counts of a tree.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -20,7 +20,7 @@ pub struct CountError {
     pub(crate) errno: Errno,
 }
 
-/// Requests that take something from the tree or move it, during which no count is right.
+/// Removals and moves, during which a count is invalid.
 #[derive(Debug, Default)]
 pub(crate) struct Removals {
     begun: AtomicU64,

@@ -23,8 +23,8 @@ struct Granted<'a> {
 }
 
 impl Quota {
-    /// Reserves the room that a range of a file may need, which begins where `place` says. If there is little, it is for a part of
-    /// the range, but not for none.
+    /// Reserves the room that a range of a file may need, which begins at `place`. With little room, reserves it for
+    /// a part of the range, but not for an empty one.
     fn grant<'a>(
         &'a self,
         cx: &Caller<'_>,

@@ -23,13 +23,13 @@
 //! the limit together. A source that takes more space than was asked for (preallocation, large blocks) can pass it once;
 //! then nothing grows.
 //!
-//! A write of which only a part fits writes that part. If the part that it overwrites has storage already, it needs no room.
-//! A file that is unlinked while it is in use counts until its last user is gone.
+//! A write that fits only partly writes that part. Overwriting allocated storage needs no room. A file that is
+//! unlinked while in use counts until its last user is gone.
 //!
 //! # What does not pass through
 //!
 //! This layer writes the data itself: it returns no extents for writes, no descriptors for passthrough, and no mappings.
-//! Changes by others are found by a new count, in the background ([`Quota::begin`]).
+//! A background count finds changes by others ([`Quota::begin`]).
 #![deny(unsafe_code)]
 
 mod account;
@@ -62,7 +62,7 @@ const BLOCK: u64 = 4096;
 /// Locks of directories, by number.
 const DIR_LOCKS: usize = 64;
 
-/// What a tree may hold.
+/// The limits of a tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes of storage.
@@ -71,10 +71,10 @@ pub struct Limits {
     pub files: Option<u64>,
 }
 
-/// What a tree holds.
+/// The usage of a tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes of storage, and what requests under way may add.
+    /// Bytes of storage, with the reservations of active requests.
     pub bytes: u64,
     /// Inodes.
     pub files: u64,
@@ -134,7 +134,7 @@ impl Quota {
         Ok(quota)
     }
 
-    /// Returns what the tree holds.
+    /// Returns the usage of the tree.
     pub fn usage(&self) -> Usage {
         let positive = |account: &Account| u64::try_from(account.balance().used).unwrap_or(0);
         Usage { bytes: positive(&self.bytes), files: positive(&self.files) }
@@ -149,7 +149,7 @@ impl Quota {
         self.files.reserve(1).ok_or_else(|| self.is_full())
     }
 
-    /// The error of a change that does not fit. Others may have made room, which a count finds.
+    /// Returns the error of a change that does not fit, and requests a count: others may have made room.
     fn is_full(&self) -> Errno {
         self.counter.request();
         Errno::NOSPC
@@ -165,7 +165,7 @@ impl Quota {
         self.charges.begin(ino, || self.source.getattr(cx, ino, Some(handle)).map(|attr| storage(&attr)))
     }
 
-    /// A change of an inode has ended: finds its growth, by the handle that was used, if there was one.
+    /// Measures the growth of an inode after a change, by the handle that was used, if there was one.
     fn measure(&self, cx: &Caller<'_>, held: &Held<'_>, handle: Option<Handle>, reservation: Option<Reservation<'_>>) {
         // The client may have dropped its references, or it may have named a handle that does not exist.
         let found = || self.source.getattr(cx, held.ino, handle).or_else(|_| self.source.getattr(cx, held.ino, None));
@@ -188,7 +188,7 @@ impl Quota {
         }
     }
 
-    /// Gives back the room of an inode without a name, if nobody uses it any more.
+    /// Releases the room of an inode without a name, if it has no users.
     fn collect(&self, ino: Ino) {
         if self.source.getattr(&Caller::default(), ino, None) != Err(Errno::STALE) {
             return;
@@ -226,7 +226,7 @@ impl Quota {
         opened
     }
 
-    /// A handle is closed: `close` does that.
+    /// Closes a handle by `close`, and its count.
     fn counting_release(&self, ino: Ino, close: impl FnOnce()) {
         close();
         let Some(held) = self.charges.get(ino) else { return };

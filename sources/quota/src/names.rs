@@ -124,7 +124,7 @@ impl Quota {
         let replaced = self.source.lookup(cx, to.0, to.1).inspect(|entry| self.source.forget(entry.ino, 1));
         let room = self.reserve_bytes(if replaced.is_ok() { 0 } else { BLOCK })?;
         let source = self.source.lookup(cx, from.0, from.1).inspect(|entry| self.source.forget(entry.ino, 1));
-        // Nothing is renamed between two names of one inode.
+        // rename(2) between two names of one inode does nothing.
         let is_same = matches!((&source, &replaced), (Ok(one), Ok(other)) if one.ino == other.ino);
         let makes_whiteout = flags.contains(RenameFlags::WHITEOUT) && !is_same;
         let whiteout = makes_whiteout.then(|| self.reserve_file()).transpose()?;
@@ -158,7 +158,7 @@ impl Quota {
         removed
     }
 
-    /// Runs `remove`, by which the inode of a name may lose it.
+    /// Runs `remove`, and records the loss of a name by its inode.
     fn remove_counted(
         &self,
         cx: &Caller<'_>,

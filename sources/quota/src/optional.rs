@@ -1,4 +1,4 @@
-//! Restart and migration: the next server counts what its clients hold.
+//! Restart and migration: the next server counts the inodes that its clients hold.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -48,7 +48,7 @@ impl Migrate for Quota {
         file: Option<BorrowedFd<'_>>,
     ) -> Result<()> {
         self.source_migrate()?.adopt(ino, references, identity, file)?;
-        // What cannot be measured is counted when it is used.
+        // An inode that cannot be measured is counted when it is used.
         let _ = self.count_adopted(&Caller::default(), ino, None);
         Ok(())
     }

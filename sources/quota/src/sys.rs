@@ -11,7 +11,7 @@ use crate::BLOCK;
 
 /// Extents per call; a write of 1 MiB has at most 256 blocks.
 const EXTENTS: usize = 64;
-/// The maximum number of holes that are told apart. What follows them counts as a hole.
+/// The maximum number of distinct holes. The rest of the range counts as a hole.
 const HOLES_MAX: usize = 4096;
 
 /// `struct fiemap_extent`.
