@@ -17,10 +17,10 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use ferry_vfs::Ino;
 use ferry_vfs::sync::lock;
 
-/// With fewer files, none is looked for that no fid is open for any more.
+/// With fewer files, unused entries are not collected.
 const ENDS_MIN: usize = 64;
 
-/// The ends that a client believes in, of the files that it has open for appending.
+/// The ends of files that a client assumes, for those that it has open for appending.
 #[derive(Debug, Default)]
 pub(crate) struct ClientEnds(Mutex<HashMap<Ino, Weak<AtomicU64>>>);
 
@@ -39,7 +39,7 @@ impl ClientEnds {
         end
     }
 
-    /// The client has set a file's size.
+    /// Records that the client has set a file's size.
     pub(crate) fn resized(&self, ino: Ino, size: u64) {
         if let Some(end) = lock(&self.0).get(&ino).and_then(Weak::upgrade) {
             end.store(size, Ordering::Relaxed);
@@ -65,7 +65,7 @@ pub(crate) struct AppendTracking {
     offset: AtomicU64,
     /// The last write was not an append.
     is_elsewhere: AtomicBool,
-    /// What all fids of the client for the file have in common.
+    /// Shared by all fids of the client for the file.
     client_end: OnceLock<Arc<AtomicU64>>,
 }
 
@@ -87,7 +87,7 @@ impl AppendTracking {
         let was_elsewhere = self.is_elsewhere.load(Ordering::Relaxed);
         let appends = (offset == known && !was_elsewhere) || {
             let size = size().unwrap_or(known);
-            // It may have been shortened, by others or by the client.
+            // The file may have been truncated, by others or by the client.
             let client_end = self.client_end.get().map_or(u64::MAX, |end| end.load(Ordering::Relaxed));
             known = if was_elsewhere { size } else { known.min(size).min(client_end) };
             (known..=size).contains(&offset)
@@ -108,7 +108,7 @@ impl AppendTracking {
 }
 
 impl TrackedWrite {
-    /// Records how many bytes were written: the client goes on from there.
+    /// Records how many bytes were written: the client's next append begins there.
     pub(crate) fn ended(self, bytes: usize) {
         let end = self.end(bytes);
         if end != self.after {

@@ -18,7 +18,7 @@ const ENTRIES_MAX: usize = 1 << 20;
 /// The maximum of all clients: about 1.2 GB.
 const ENTRIES_MAX_OF_ALL: usize = 4 * ENTRIES_MAX;
 
-/// What is counted.
+/// A limited resource.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Resource {
     /// Connections.
@@ -68,7 +68,7 @@ pub(crate) struct Clients {
     registry: Mutex<Registry>,
 }
 
-/// What one connection holds.
+/// The resources of one connection.
 #[derive(Debug)]
 pub(crate) struct ConnectionAccount {
     clients: Arc<Clients>,
@@ -98,7 +98,7 @@ fn subtract(counts: &[AtomicUsize], resource: Resource, amount: usize) {
 }
 
 impl Clients {
-    /// Nobody yet.
+    /// Creates the accounts without clients.
     pub(crate) fn new(connections_max: usize, bytes_max: usize) -> Arc<Self> {
         Self::within(ResourceLimits {
             client: [usize::MAX, usize::MAX, ENTRIES_MAX],
@@ -116,7 +116,7 @@ impl Clients {
         clients.holder(Peer::Guest)
     }
 
-    /// What all hold.
+    /// Returns the total of all clients.
     pub(crate) fn held(&self, resource: Resource) -> usize {
         self.held[resource as usize].load(Ordering::Relaxed)
     }
@@ -165,7 +165,7 @@ impl Clients {
             let Some(most) = most.filter(|most| of_client(most) > of_asker) else { break false };
             match most.end(resource) {
                 Some(connection) => ended.extend(connection),
-                // It has ended by itself meanwhile, or has given back what it had.
+                // It has ended, or has released its resources.
                 None if tries > 0 => tries -= 1,
                 None => break false,
             }
@@ -194,12 +194,12 @@ impl ConnectionAccount {
         self.account.session.same_client()
     }
 
-    /// Whether more may be held.
+    /// Returns whether there is room for more.
     pub(crate) fn has_room(&self, resource: Resource) -> bool {
         self.account.held[resource as usize].load(Ordering::Relaxed) < self.clients.bounds.client[resource as usize]
     }
 
-    /// How much is counted.
+    /// Returns the charged amount.
     pub(crate) fn holds(&self, resource: Resource) -> usize {
         lock(&self.state).amounts[resource as usize]
     }
@@ -208,7 +208,7 @@ impl ConnectionAccount {
     pub(crate) fn take(&self, resource: Resource, amount: usize) -> Result<(), LimitReached> {
         let Clients { bounds, held, .. } = &*self.clients;
         let (of_client, of_all) = (bounds.client[resource as usize], bounds.all[resource as usize]);
-        // What cannot be added anyway takes nobody's room.
+        // An amount beyond the client's own limit must not close other connections.
         let before = self.account.held[resource as usize].load(Ordering::Acquire);
         if before.saturating_add(amount) > of_client || lock(&self.state).is_ended {
             return Err(LimitReached);
@@ -230,7 +230,7 @@ impl ConnectionAccount {
         self.take(resource, amount).map(|()| Charge { holder: Arc::clone(self), resource, amount })
     }
 
-    /// It is held no more.
+    /// Subtracts from the account.
     pub(crate) fn release(&self, resource: Resource, amount: usize) {
         let mut state = lock(&self.state);
         if !state.is_ended {
@@ -282,7 +282,7 @@ impl Drop for ConnectionAccount {
     }
 }
 
-/// Something that is held.
+/// A charged amount.
 #[derive(Debug)]
 pub(crate) struct Charge {
     holder: Arc<ConnectionAccount>,

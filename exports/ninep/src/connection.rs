@@ -1,4 +1,4 @@
-//! One client: messages in, replies out.
+//! The connection of one client: receives messages and sends replies.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
@@ -26,9 +26,9 @@ const RUNNING_MAX: usize = 72;
 const RUNNING_BYTES_MAX: usize = 32 << 20;
 /// The minimum concurrency: one request that waits for a disk must not block all others.
 const RUNNING_MIN: usize = 4;
-/// A request that takes longer waits for something.
+/// A slower request is blocked.
 const SLOW: Duration = Duration::from_micros(250);
-/// After two of them among 32, so many requests are served while others are, not one after the other.
+/// Requests that are served concurrently after two slow ones among 32.
 const PARALLEL_REQUESTS: u32 = 64;
 
 /// The events to wait for.
@@ -51,25 +51,25 @@ impl PollInterest {
     }
 }
 
-/// How requests of a connection went. What is lost between two threads does not matter.
+/// The latencies of a connection's requests. Lost updates do not matter.
 #[derive(Debug, Default)]
 pub(crate) struct Pace {
-    /// A bit for each of the latest requests: whether it was slow.
+    /// A bit per recent request: whether it was slow.
     slow: AtomicU32,
-    /// Requests that are still to be served while others are.
+    /// Further requests to serve concurrently.
     parallel: AtomicU32,
 }
 
 impl Pace {
-    /// Whether the next request is to be served while others are.
+    /// Returns whether to serve the next request concurrently.
     pub(crate) fn is_parallel(&self) -> bool {
         let left = self.parallel.load(Ordering::Relaxed);
         self.parallel.store(left.saturating_sub(1), Ordering::Relaxed);
         left > 0
     }
 
-    /// A request has taken so long.
-    pub(crate) fn note(&self, time: Duration) {
+    /// Records the latency of a request.
+    pub(crate) fn record(&self, time: Duration) {
         let slow = self.slow.load(Ordering::Relaxed) << 1 | u32::from(time > SLOW);
         self.slow.store(slow, Ordering::Relaxed);
         if slow & 1 == 1 && slow.count_ones() > 1 {
@@ -78,7 +78,7 @@ impl Pace {
     }
 }
 
-/// What a thread lends to the connection that it serves.
+/// The buffers that a thread lends to the connection that it serves.
 #[derive(Debug, Default)]
 pub(crate) struct TurnMemory {
     pub(crate) received: Vec<u8>,
@@ -90,7 +90,7 @@ pub(crate) struct TurnMemory {
 pub(crate) enum ReceiveResult {
     /// A message of this length in bytes.
     Message(usize),
-    /// No message as a whole.
+    /// No complete message.
     Nothing,
     /// No more messages, and the reason, if it is worth logging.
     End(Option<&'static str>),
@@ -102,14 +102,15 @@ pub(crate) struct Connection {
     key: u64,
     stream: Stream,
     holder: Arc<ConnectionAccount>,
-    /// Why the connection is to end: no message is taken any more, and the thread that sees the end of the socket closes it.
+    /// Why the connection must end: no message is taken any more, and the thread that sees the end of the socket
+    /// closes it.
     shut_for: OnceLock<&'static str>,
     begun: Instant,
     attached: AtomicBool,
     /// Milliseconds from `begun` to the last message.
     last_heard_ms: AtomicU64,
     inbox: Mutex<Inbox>,
-    /// The inbox has a whole message, of which the socket tells nothing.
+    /// The inbox has a whole message, which epoll does not report.
     has_message: AtomicBool,
     pace: Pace,
     interest: Mutex<PollInterest>,
@@ -146,7 +147,7 @@ impl Connection {
         Socket { holder: &self.holder, stream: &self.stream }
     }
 
-    /// Fids, requests under way, and those of them that wait for a lock.
+    /// Returns the numbers of fids, requests in flight, and those of them that wait for a lock.
     pub(crate) fn usage(&self) -> (usize, usize, usize) {
         let request_table = &lock(&self.exchange).request_table;
         request_table.usage()
@@ -175,7 +176,7 @@ impl Connection {
             flags |= EventFlags::OUT;
         }
         if let Err(error) = epoll::modify(self.hub.epoll(), &self.stream, EventData::new_u64(self.key), flags) {
-            tracing::error!("a 9P connection is not watched any more: {error}");
+            tracing::error!("cannot watch a 9P connection any longer: {error}");
         }
     }
 
@@ -202,7 +203,7 @@ impl Connection {
         reads
     }
 
-    /// Whether something can be read that the socket does not tell of.
+    /// Whether there is data to read that epoll does not report.
     fn has_more(&self) -> bool {
         self.stream.unread() || self.has_message.load(Ordering::Acquire)
     }
@@ -234,10 +235,10 @@ impl Connection {
         self.hub.ensure_waiter();
     }
 
-    /// Stores what was received, until a thread serves it; returns memory that is not needed for that.
+    /// Stores received data until a thread serves it; returns memory that is not needed for that.
     fn keep(&self, inbox: &mut Inbox) -> Vec<u8> {
         let length = inbox.end - inbox.start;
-        // Who closes it releases what is there after that.
+        // The closing thread releases later data.
         if length == 0 || lock(&self.interest).over {
             return std::mem::take(inbox).bytes;
         }
@@ -444,7 +445,7 @@ impl Connection {
         let begun = match self.inbox.try_lock() {
             Ok(inbox) => inbox.since,
             Err(TryLockError::Poisoned(inbox)) => inbox.into_inner().since,
-            // Somebody is reading.
+            // A thread is reading.
             Err(TryLockError::WouldBlock) => None,
         };
         if begun.is_some_and(|begun| since(begun) > limits.slow_timeout) {
@@ -465,7 +466,7 @@ impl Connection {
         self.shut("its client holds more than any other, and others need the room");
     }
 
-    /// Has the thread that polls the socket end the connection, for this reason.
+    /// Makes the thread that polls the socket end the connection, for this reason.
     fn shut(&self, reason: &'static str) {
         let _ = self.shut_for.set(reason);
         let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
@@ -534,12 +535,12 @@ mod tests {
     #[test]
     fn requests_are_parallel_after_two_slow_ones() {
         let (pace, slow) = (Pace::default(), 2 * SLOW);
-        pace.note(slow);
+        pace.record(slow);
         // The first is forgotten meanwhile.
-        (0..32).for_each(|_| pace.note(SLOW));
-        pace.note(slow);
+        (0..32).for_each(|_| pace.record(SLOW));
+        pace.record(slow);
         assert!(!pace.is_parallel());
-        pace.note(slow);
+        pace.record(slow);
         assert!((0..PARALLEL_REQUESTS).all(|_| pace.is_parallel()) && !pace.is_parallel());
     }
 

@@ -28,11 +28,11 @@ pub(crate) struct DelayedRequest<T> {
 }
 
 struct State<T> {
-    /// Of each client that has some.
+    /// The requests of each client.
     waiting: HashMap<Peer, VecDeque<DelayedRequest<T>>>,
     /// Those clients, in the order of their turns.
     turns: VecDeque<Peer>,
-    /// They need not wait any longer, or are cancelled.
+    /// Requests that may be served, or are cancelled.
     ready: VecDeque<T>,
     has_thread: bool,
     ended: bool,
@@ -79,7 +79,7 @@ pub(crate) struct DelayedRequests<T> {
     limiter: Arc<RateLimiter>,
     state: Mutex<State<T>>,
     changed: Condvar,
-    /// How many wait, for a look without the lock.
+    /// The number of waiting requests, readable without the lock.
     count: AtomicUsize,
     /// Counts the requests that are ready.
     wake_fd: OwnedFd,

@@ -31,8 +31,8 @@ const TICK: Duration = LOOK;
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 const KEEPALIVE_COUNT: u32 = 4;
-/// What the kernel holds of replies that a client on a unix socket has not received yet, before it says that there is no room (it takes it
-/// twice): sixteen of 32 KiB. TCP grows to more by itself.
+/// The kernel's buffer for replies to a client on a unix socket (the kernel doubles it): sixteen of 32 KiB. TCP's
+/// buffer grows itself.
 const UNIX_SEND_BUFFER_BYTES: usize = 512 << 10;
 /// How long to wait for requests in flight at the end. Requests that take longer are abandoned.
 const STOP_PATIENCE: Duration = Duration::from_secs(30);
@@ -46,7 +46,7 @@ pub(crate) const KEY_WAKE: u64 = 0;
 pub(crate) const KEY_LIMIT: u64 = KEY_CONNECTIONS - 1;
 const KEY_CONNECTIONS: u64 = 1 << 32;
 
-/// What clients hold.
+/// The resources of clients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Connections.
@@ -55,7 +55,7 @@ pub struct Usage {
     pub fids: usize,
     /// Requests without a reply yet.
     pub requests: usize,
-    /// Locks that are waited for.
+    /// Waiting lock requests.
     pub parked_locks: usize,
     /// Threads.
     pub threads: usize,
@@ -90,7 +90,7 @@ pub(crate) struct Hub {
     resting: AtomicBool,
     /// Requests that wait for a limit, if there may be one.
     pub(crate) delayed: Option<Arc<DelayedRequests<worker::ParkedRequest>>>,
-    /// Finds requests that hold up the next ones of their connection.
+    /// Detects requests that delay the next ones of their connection.
     pub(crate) monitor_handle: MonitorHandle,
     monitor: Mutex<Option<Monitor>>,
     /// Runs the ends of timed-out sessions: not on the share's pool, which others wait for.
@@ -257,7 +257,7 @@ impl Hub {
                 Err(Errno::AGAIN) => break,
                 Err(errno) => {
                     // No descriptors or memory: others must end first.
-                    self.share.ratelimited_log.warn(format_args!("no connection can be taken: {errno}"));
+                    self.share.ratelimited_log.warn(format_args!("cannot accept a connection: {errno}"));
                     self.resting.store(true, Ordering::Release);
                     return;
                 }
@@ -297,7 +297,7 @@ impl Hub {
             let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, UNIX_SEND_BUFFER_BYTES);
         }
         let Some(stream) = listener.stream(stream) else {
-            self.share.ratelimited_log.warn(format_args!("a connection was refused: there can be no TLS for it"));
+            self.share.ratelimited_log.warn(format_args!("a connection was refused: cannot set up TLS"));
             return;
         };
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
@@ -308,7 +308,7 @@ impl Hub {
         }
         lock(&self.connections).insert(key, Arc::clone(&connection));
         if let Err(error) = connection.watch() {
-            self.share.ratelimited_log.warn(format_args!("a connection cannot be watched: {error}"));
+            self.share.ratelimited_log.warn(format_args!("cannot watch a connection: {error}"));
             connection.end(None);
         }
     }

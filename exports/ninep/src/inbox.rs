@@ -1,22 +1,23 @@
-//! What a client has sent and no thread has served yet.
+//! The received bytes of a client that no thread has served yet.
 
 use std::time::Instant;
 
 use ferry_wire::ninep::Frame;
 
-/// Bytes that are received at once. Memory for longer messages grows with what comes, for an announced length alone must not take any.
+/// Bytes per receive call. Memory for longer messages grows with the received bytes: an announced length must not
+/// allocate any.
 pub(crate) const RECEIVED_BYTES: usize = 64 << 10;
 
-/// What was received and not served.
+/// Received bytes that are not served yet.
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
     pub(crate) bytes: Vec<u8>,
-    /// Where the next message begins, and where the bytes end that were received.
+    /// The beginning of the next message, and the end of the received bytes.
     pub(crate) start: usize,
     pub(crate) end: usize,
     /// Bytes on the client's account: the memory that is kept while no thread serves the connection.
     pub(crate) charged_bytes: usize,
-    /// Since when a message is incomplete.
+    /// The time since which a message is incomplete.
     pub(crate) since: Option<Instant>,
 }
 

@@ -15,10 +15,10 @@
 //!
 //! # Structure
 //!
-//! For sockets, a hub has an epoll descriptor that all its threads wait at. Whoever gets a connection's event receives
-//! what is there, serves one message after the other, and sends the replies together. As soon as a request is about to
-//! wait, the others have the connection again: requests that wait are side by side, and a connection that is silent has
-//! no thread. Threads are started while all are busy, up to a limit, and end when there is nothing to do.
+//! For sockets, a hub has an epoll descriptor that all its threads wait at. The thread that gets a connection's event
+//! receives the available messages, serves one after the other, and sends the replies together. Before a request
+//! blocks, the connection is handed over to the other threads: slow requests run concurrently, and a silent
+//! connection has no thread. Threads are started while all are busy, up to a limit, and end when idle.
 //!
 //! * `clients`: the resources of each client, and which connection is closed at the limit;
 //! * `request_table`: the requests in flight, and the effect of a flush on them;
@@ -136,7 +136,7 @@ impl Listener {
         }
     }
 
-    /// Whether clients come by TCP.
+    /// Whether clients connect by TCP.
     pub(crate) fn is_tcp(&self) -> bool {
         !matches!(self, Self::Unix(_) | Self::Vsock(_))
     }
@@ -170,7 +170,7 @@ pub enum Error {
     #[error("the tag {0:?} has {len} bytes; a 9P tag has 1 to 255, none of them NUL", len = .0.len())]
     Tag(String),
     /// Permissions of users must be checked, but the source checks none.
-    #[error("this source checks no permissions, so its clients cannot be held to those of user {0}")]
+    #[error("this source checks no permissions, so its clients cannot be restricted to those of user {0}")]
     Unchecked(u32),
     /// Permissions of users must be checked, but the server cannot act as them.
     #[error(
@@ -203,7 +203,7 @@ pub enum Error {
 #[derive(Debug)]
 pub struct Export {
     share: Arc<Share>,
-    /// Until it is stopped.
+    /// `None` after the stop.
     way: Option<Transport>,
 }
 
@@ -290,14 +290,14 @@ impl Export {
         Arc::clone(&self.share.metrics)
     }
 
-    /// Returns how many bytes the host was asked to read ahead so far.
+    /// Returns the number of bytes of read-ahead requests so far.
     pub fn read_ahead_bytes(&self) -> u64 {
         self.share.read_ahead_bytes.load(Ordering::Relaxed)
     }
 
     /// Stops accepting requests, completes those in flight, disconnects all clients and syncs everything.
     pub fn stop(self) {
-        // By the drop.
+        // The drop does it.
     }
 }
 

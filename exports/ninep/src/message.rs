@@ -127,7 +127,7 @@ impl NinepCarrier for Message<'_> {
         self.ended.take().map(|ended| ended.map_err(errno))
     }
 
-    /// Nothing is left for later.
+    /// The transfer has already ended.
     fn expect(&mut self, _: PendingTransfer) {}
 
     /// This thread reads ahead after the reply is sent, while another one waits for the next request.

@@ -17,7 +17,7 @@ const MSIZE_DEFAULT: u32 = 4 << 20;
 /// The default maximum time that a thread polls before it sleeps, as for virtio-fs.
 const POLL_DEFAULT: Duration = Duration::from_micros(100);
 
-/// What clients may take up.
+/// Limits on the resources of clients.
 #[derive(Clone, Debug)]
 pub struct Limits {
     /// The maximum number of connections. Beyond it, one of the client that has the most is closed.
@@ -48,7 +48,7 @@ impl Default for Limits {
 /// Options of an export.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// What the log calls it.
+    /// The name in the log.
     pub name: String,
     /// Refuse all changes by clients.
     pub read_only: bool,
@@ -57,21 +57,21 @@ pub struct Options {
     /// Clients check ACLs themselves (Linux mounted with `posixacl`), and get modes unchanged. Other clients get modes
     /// that grant no more than the ACL does; the protocol does not identify the kind of client.
     pub posix_acl: bool,
-    /// As whom clients act.
+    /// The users that clients act as.
     pub users: Users,
     /// Other machines may connect to TCP sockets.
     pub remote: bool,
     /// The maximum message size that clients may request, in bytes: one of [`MSIZE`]. Each thread may hold one, and a
     /// reply of that length. Memory is allocated for received bytes, not for announced ones.
     pub msize_max: u32,
-    /// How far the host is asked to read ahead of clients that read one piece after the other, in bytes; 0: not at all.
+    /// How far the host reads ahead for sequential readers, in bytes; 0: not at all.
     pub read_ahead_bytes_max: u64,
-    /// Clients of Ferry's are told what others do, if the source publishes that. Those whose permissions are checked
-    /// ([`Users`]) are not: they might learn of names that they may not list.
+    /// Ferry's own clients receive events, if the source publishes them. Clients whose permissions are checked
+    /// ([`Users`]) do not: events might reveal names that they may not list.
     pub events: bool,
     /// The maximum time that a thread polls before it sleeps: for more of its connection, or for the guest.
     pub poll: PollLimit,
-    /// What clients may take up.
+    /// Limits on the resources of clients.
     pub limits: Limits,
     /// Limits the rate of all clients' requests together. Requests that wait take no thread.
     pub limiter: Option<Arc<RateLimiter>>,

@@ -1,4 +1,4 @@
-//! Replies on their way out of a socket: sent at once, or kept as long as the client does not take them.
+//! Outgoing replies of a socket: sent at once, or queued while the client does not read.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -10,56 +10,56 @@ use crate::clients::{ConnectionAccount, Resource};
 use crate::request_table::{Outlet, ReplyBytes};
 use crate::stream::Stream;
 
-/// Longer replies are collected where they are: to copy them costs more than to send them.
+/// Longer replies are collected without a copy, which would cost more than a send.
 const SHORT_BYTES_MAX: usize = 16 << 10;
-/// The maximum of all short replies that are collected, in bytes.
+/// The maximum total of collected short replies, in bytes.
 const SHORTS_BYTES_MAX: usize = 64 << 10;
-/// The maximum of a long reply that is collected, in bytes.
+/// The maximum of a collected long reply, in bytes.
 const LONG_BYTES_MAX: usize = 72 << 10;
-/// The maximum number of long replies that are collected.
+/// The maximum number of collected long replies.
 const LONGS_MAX: usize = 8;
-/// The pieces of a message to the socket: long replies, short ones, and the one that is not collected any more.
+/// The pieces of a send: long replies, the short ones, and a last one that is not collected.
 const PIECES_MAX: usize = LONGS_MAX + 2;
 
-/// What sending left to do.
+/// The result of sending.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SendResult {
-    /// Something could not be sent: the socket is to be watched for room.
+    /// Some bytes are left: the socket must be watched for room.
     pub(crate) blocked: bool,
-    /// The connection is of no use any more, and why.
+    /// The connection is unusable, and why.
     pub(crate) broken: Option<&'static str>,
 }
 
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
-    /// Replies that the client does not take yet, and how much of the first it has.
+    /// Queued replies, and how much of the first was sent.
     queue: VecDeque<Vec<u8>>,
     sent_of_first: usize,
     queued_bytes: usize,
     /// Replies are collected until [`Self::uncork`].
     corked: bool,
     collected: Collected,
-    /// So many long replies are sent together.
+    /// The number of long replies that are sent together.
     longs_max: usize,
-    /// Since when nothing could be sent.
+    /// The time since which nothing could be sent.
     blocked_since: Option<Instant>,
     broken: Option<&'static str>,
 }
 
-/// Replies that are sent together, and memory for them, which a thread lends.
+/// Replies that are sent together, in memory that a thread lends.
 #[derive(Debug, Default)]
 pub(crate) struct Collected {
     /// Long ones, which are sent first, and their lengths.
     long: Vec<(Vec<u8>, usize)>,
-    /// Short ones, one behind the other.
+    /// The short ones, concatenated.
     short: Vec<u8>,
-    /// Memory of long ones that were sent.
+    /// Free memory of sent long ones.
     spare: Vec<Vec<u8>>,
 }
 
 impl Collected {
-    /// Releases memory of more than what is collected.
+    /// Releases memory that exceeds the limits of collection.
     pub(crate) fn shrink(&mut self) {
         self.spare.retain(|memory| memory.capacity() <= 2 * LONG_BYTES_MAX);
     }
@@ -79,30 +79,30 @@ impl Outbox {
         SendResult { blocked: self.blocked_since.is_some(), broken: self.broken }
     }
 
-    /// About so many requests were received. The client receives half of the replies while the other half is made.
+    /// Sets the number of received requests: the client gets half of the replies while the other half is made.
     pub(crate) fn expect(&mut self, requests: usize) {
         self.longs_max = (requests / 2).clamp(1, LONGS_MAX);
     }
 
-    /// Collects replies from now on, in this memory.
+    /// Begins to collect replies, in this memory.
     pub(crate) fn cork(&mut self, memory: Collected) {
         self.corked = true;
         self.collected = memory;
     }
 
-    /// Sends what was collected; returns its memory.
+    /// Sends the collected replies; returns their memory.
     pub(crate) fn uncork(&mut self, to: &Socket<'_>) -> Collected {
         self.corked = false;
         self.send_collected(to);
         std::mem::take(&mut self.collected)
     }
 
-    /// Sends what was collected.
+    /// Sends the collected replies.
     pub(crate) fn send_collected(&mut self, to: &Socket<'_>) {
         self.send_with_collected(to, &[]);
     }
 
-    /// Sends what was collected, and a reply behind it.
+    /// Sends the collected replies, then another one.
     fn send_with_collected(&mut self, to: &Socket<'_>, reply: &[u8]) {
         let mut collected = std::mem::take(&mut self.collected);
         let long = collected.long.iter().map(|(memory, bytes)| memory.get(..*bytes).unwrap_or_default());
@@ -122,7 +122,7 @@ impl Outbox {
     /// Sends a reply, or collects it.
     pub(crate) fn send(&mut self, to: &Socket<'_>, reply: ReplyBytes<'_>) {
         let bytes = reply.as_slice().len();
-        // What the client does not take is queued as it is.
+        // Unsent bytes are queued without a copy.
         if !self.corked || !self.queue.is_empty() || self.broken.is_some() {
             return self.send_with_collected(to, reply.as_slice());
         }
@@ -141,7 +141,7 @@ impl Outbox {
         }
     }
 
-    /// Sends pieces, or as much as the client takes now; keeps the rest.
+    /// Sends as much of the pieces as possible; queues the rest.
     fn send_now(&mut self, to: &Socket<'_>, pieces: &[&[u8]]) {
         if self.broken.is_some() {
             return;
@@ -168,7 +168,7 @@ impl Outbox {
         self.blocked_since.get_or_insert_with(Instant::now);
     }
 
-    /// Hands pieces to the socket; returns how many bytes it took.
+    /// Sends pieces; returns the number of bytes that the socket took.
     fn push(&mut self, to: &Socket<'_>, pieces: &[&[u8]]) -> usize {
         let mut done = 0;
         loop {
@@ -189,7 +189,7 @@ impl Outbox {
         }
     }
 
-    /// The socket has room again.
+    /// Sends queued replies after the socket has room again.
     pub(crate) fn drain(&mut self, to: &Socket<'_>) {
         match to.stream.flush() {
             Ok(true) => self.blocked_since = self.blocked_since.map(|_| Instant::now()),
@@ -219,7 +219,7 @@ impl Outbox {
         }
     }
 
-    /// Sends nothing any more.
+    /// Drops all replies from now on.
     pub(crate) fn give_up(&mut self, to: &Socket<'_>, reason: &'static str) {
         self.broken.get_or_insert(reason);
         self.queue = VecDeque::new();
@@ -230,7 +230,7 @@ impl Outbox {
     }
 }
 
-/// Returns what follows the first so many bytes of pieces.
+/// Returns the pieces without their first bytes.
 fn behind<'a, 'p>(
     slices: &'a mut [IoSlice<'p>; PIECES_MAX],
     pieces: &[&'p [u8]],
@@ -266,7 +266,7 @@ impl Outlet for Out<'_> {
         self.outbox.send(&self.socket, reply);
     }
 
-    /// A reply that does not come takes nothing up.
+    /// A missing reply needs no resources.
     fn discard(&mut self, _: u64) {}
 }
 

@@ -1,4 +1,4 @@
-//! Where a client comes from.
+//! The origin of a client.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -8,7 +8,7 @@ use socket2::SockRef;
 /// The length of the network part of an IPv6 address: one host may use all addresses of it.
 const NETWORK_BYTES: usize = 8;
 
-/// Where a client comes from.
+/// The origin of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Peer {
     /// A user of this host, on a unix socket.

@@ -33,7 +33,7 @@ struct PathTables {
     numbers: HashMap<u64, Ino>,
 }
 
-/// An inode that there are fids of.
+/// An inode with fids.
 #[derive(Debug)]
 struct KnownInode {
     path: u64,
@@ -41,11 +41,11 @@ struct KnownInode {
     is_dir: bool,
 }
 
-/// The paths of those: no file system of Linux has numbers like these.
+/// The first path of such inodes: no Linux file system has numbers like these.
 const OTHER_PATHS: u64 = 1 << 63;
 
 impl Paths {
-    /// The path of an inode, which is left again.
+    /// Releases the path of an inode.
     pub(crate) fn enter(&self, ino: Ino, attr: &Attr) -> u64 {
         let PathTables { inodes, numbers } = &mut *lock(&self.0);
         let known = inodes.entry(ino).or_insert_with(|| {
@@ -58,7 +58,7 @@ impl Paths {
         known.path
     }
 
-    /// The path of an inode that there are fids of, and whether it is a directory.
+    /// Returns the path of an inode with fids, and whether it is a directory.
     pub(crate) fn known(&self, ino: Ino) -> Option<(u64, bool)> {
         lock(&self.0).inodes.get(&ino).map(|known| (known.path, known.is_dir))
     }

@@ -1,4 +1,4 @@
-//! What requests are charged for a limit of rates.
+//! Charges requests to a rate limit.
 
 use ferry_wire::ninep::Request;
 

@@ -1,4 +1,4 @@
-//! Reading ahead for clients that read one piece after the other.
+//! Read-ahead for clients that read sequentially.
 //!
 //! Linux's client has one message in flight per reader. The host's kernel only sees the reads that arrive, and reads
 //! 128 KiB ahead by default, less than one message. So the disk would be idle while a message is in flight. Therefore
@@ -11,21 +11,21 @@ use std::sync::Arc;
 use ferry_vfs::Backing;
 use rustix::fs::Advice;
 
-/// The most that is asked for ahead, in bytes: four of Linux's longest messages, which take a disk of 400 MB/s 10 ms.
+/// The maximum read-ahead in bytes: four of Linux's longest messages, which take a disk of 400 MB/s 10 ms.
 pub(crate) const WINDOW_BYTES_MAX: u64 = 4 << 20;
 /// The maximum of one request to the kernel in bytes: it cuts longer ones to the device's limit.
 const STEP_BYTES: u64 = 128 << 10;
-/// Reads this many lengths before or behind the expected place still go on from it: threads serve them out of order.
+/// Reads within this many lengths of the expected offset count as sequential: threads serve them out of order.
 const DISORDER_MAX: u64 = 16;
 
-/// How an open file is read.
+/// The reads of an open file.
 #[derive(Debug, Default)]
 pub(crate) struct Reader {
-    /// Where reading goes on, if it does.
+    /// The expected offset of a sequential read.
     next: u64,
-    /// What was read since the last jump, in bytes.
+    /// Bytes read since the last jump.
     run_bytes: u64,
-    /// Up to where everything was asked for.
+    /// The end of the requested read-ahead.
     asked: u64,
 }
 
@@ -52,7 +52,7 @@ impl Reader {
     }
 }
 
-/// A range to be asked for ahead of its reader.
+/// A range to read ahead.
 #[derive(Debug)]
 pub(crate) struct ReadAhead {
     pub(crate) file: Arc<Backing>,

@@ -19,9 +19,9 @@ const FLUSHES_MAX: usize = 4096;
 /// A reply as a message.
 #[derive(Debug)]
 pub(crate) enum ReplyBytes<'a> {
-    /// In memory that the caller needs again.
+    /// In memory that the caller keeps.
     Borrowed(&'a [u8]),
-    /// The first so many bytes of memory that whoever sends it may exchange for another.
+    /// The first bytes of memory that the sender may exchange for another buffer.
     Exchanged(&'a mut Vec<u8>, usize),
 }
 
@@ -34,7 +34,7 @@ impl ReplyBytes<'_> {
     }
 }
 
-/// Where replies go. A flush's does not come before that of the request that it flushes.
+/// The destination of replies. The reply to a flush comes after that of the flushed request.
 pub(crate) trait Outlet {
     /// Sends the reply of the request with this token.
     fn send(&mut self, token: u64, reply: ReplyBytes<'_>);
@@ -43,12 +43,12 @@ pub(crate) trait Outlet {
     fn discard(&mut self, token: u64);
 }
 
-/// A request under way.
+/// A request in flight.
 #[derive(Debug)]
 struct ActiveRequest {
     /// The carrier's token.
     token: u64,
-    /// Tells it apart from others that have its tag earlier or later.
+    /// Distinguishes it from other requests with the same tag.
     number: u64,
     /// Flushes that wait for it.
     flushes: Vec<Tag>,
@@ -56,7 +56,7 @@ struct ActiveRequest {
     gone: Option<Arc<Cancellation>>,
     /// It is a flush itself.
     is_flush: bool,
-    /// One that waits is on its client's account.
+    /// A waiting request is charged to its client's account.
     charge: Option<Charge>,
 }
 
@@ -97,7 +97,7 @@ impl RequestTable {
         self.requests.len()
     }
 
-    /// Fids, requests under way, and those of them that wait for a lock.
+    /// Returns the numbers of fids, requests in flight, and those of them that wait for a lock.
     pub(crate) fn usage(&self) -> (usize, usize, usize) {
         let session = self.session.as_ref();
         let for_events = session.is_some_and(|session| session.waits_for_events());
@@ -105,7 +105,7 @@ impl RequestTable {
         (session.map_or(0, |session| session.fids()), self.requests(), for_locks)
     }
 
-    /// A request comes in.
+    /// Registers a request.
     pub(crate) fn register(&mut self, token: u64, tag: Tag) -> Result<(Ticket, Arc<Session>), RejectedRequest> {
         if self.requests.contains_key(&tag) {
             return Err(RejectedRequest::TagInUse);
@@ -113,7 +113,7 @@ impl RequestTable {
         if tag == Tag::NONE {
             return Err(RejectedRequest::Error(Errno::INVAL));
         }
-        // Nothing was agreed on.
+        // There is no session yet.
         let session = Arc::clone(self.session.as_ref().ok_or(RejectedRequest::Error(Errno::PROTO))?);
         Ok((self.insert(token, tag, false), session))
     }
@@ -133,7 +133,7 @@ impl RequestTable {
                 gone.cancel();
                 self.has_cancelled = true;
             }
-            // Others are still being served, and come to their end by themselves.
+            // The others are still being served, and end without a reply.
             if asked.gone.is_some() || asked.is_flush {
                 out.discard(asked.token);
             }
@@ -147,12 +147,12 @@ impl RequestTable {
         std::mem::take(&mut self.has_cancelled)
     }
 
-    /// Whether one lock more may be waited for.
+    /// Returns whether another lock request may wait.
     pub(crate) fn may_park(&self) -> bool {
         self.parked < PARKED_MAX && self.has_room()
     }
 
-    /// Whether the client may have more that waits, by all of its connections.
+    /// Returns whether the client may have another waiting request, with all its connections.
     fn has_room(&self) -> bool {
         self.session.as_ref().is_some_and(|session| session.holder.has_room(Resource::Entries))
     }

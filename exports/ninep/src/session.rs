@@ -47,11 +47,11 @@ pub(crate) struct Session {
     pub(crate) client_ends: ClientEnds,
     /// Names that users must look up again before a removal.
     pub(crate) removals: Removals,
-    /// On whose account all that is.
+    /// The account that is charged.
     pub(crate) holder: Arc<ConnectionAccount>,
-    /// The client may ask for events.
+    /// The client may send Tevents.
     pub(crate) has_events: bool,
-    /// What others do, from the client's first Tevents on.
+    /// The queue of events, from the client's first Tevents on.
     events: OnceLock<(Arc<Queue>, Subscription)>,
 }
 
@@ -78,14 +78,14 @@ impl Drop for Session {
     }
 }
 
-/// What a fid is.
+/// The state of a fid.
 #[derive(Clone)]
 pub(crate) struct File {
     pub(crate) node: Arc<Node>,
     /// Its location, for Trename and Tremove.
     pub(crate) place: Option<Arc<Place>>,
     pub(crate) user: User,
-    /// Where `..` ends.
+    /// The root of the attached tree, which `..` does not leave.
     pub(crate) root: Ino,
     pub(crate) state: State,
 }
@@ -102,10 +102,10 @@ impl Place {
     }
 }
 
-/// What was done with a fid.
+/// The use of a fid.
 #[derive(Clone)]
 pub(crate) enum State {
-    /// Nothing yet.
+    /// Not opened yet.
     Path,
     /// Tlopen or Tlcreate.
     Open(Arc<Open>),
@@ -133,7 +133,7 @@ impl Node {
         Qid { kind: QidKind::of(self.kind), version: version(attr), path: self.path }
     }
 
-    /// The qid's path for an inode number that is shown to users, where that is this inode's.
+    /// Returns the qid's path for an inode number shown to users, if that is the number of this inode.
     pub(crate) fn path(&self) -> u64 {
         self.path
     }
@@ -153,17 +153,17 @@ pub(crate) struct Open {
     pub(crate) node: Arc<Node>,
     pub(crate) handle: Handle,
     flags: OFlags,
-    /// What is known of the file's end, with `O_APPEND`.
+    /// The known end of the file, with `O_APPEND`.
     end: Option<Arc<AppendTracking>>,
     session: SessionId,
     user: User,
     source: Arc<dyn FileSystem>,
-    /// Who took locks through it.
+    /// The lock owners that used it.
     owners: Mutex<HashSet<u64>>,
-    /// Those of all fids of the session.
+    /// The number of owners of all fids of the session.
     owner_count: Arc<AtomicUsize>,
     holder: Arc<ConnectionAccount>,
-    /// How it is read.
+    /// Its reads.
     pub(crate) reader: Mutex<Reader>,
 }
 
@@ -172,7 +172,7 @@ impl Open {
         self.node.kind == FileType::Directory
     }
 
-    /// Whether it was opened for reading: the source need not know, whose own descriptor may serve for more.
+    /// Whether it was opened for reading. The source's own descriptor may allow more.
     pub(crate) fn can_read(&self) -> bool {
         matches!(self.flags & OFlags::ACCMODE, OFlags::RDONLY | OFlags::RDWR)
     }
@@ -192,14 +192,14 @@ impl Open {
         if write.is_none_or(|write| write.appends) { self.flags } else { self.flags - OFlags::APPEND }
     }
 
-    /// The file has this size when it is opened.
+    /// Records the file's size at open.
     pub(crate) fn found(&self, session: &Session, size: u64) {
         if let Some(end) = &self.end {
             end.found(&session.client_ends, self.node.ino, size);
         }
     }
 
-    /// The client writes here. Asks for the file's size now, if that matters.
+    /// Begins a write. Queries the file's size if it matters.
     pub(crate) fn begin_write(
         &self,
         offset: u64,
@@ -209,7 +209,7 @@ impl Open {
         self.end.as_ref().map(|end| end.begin_write(offset, bytes, size))
     }
 
-    /// An owner took a lock through it, which is to end with it, or may be granted it later.
+    /// Records a lock owner whose locks must end with the handle.
     pub(crate) fn locked_by(&self, owner: u64) {
         let mut owners = lock(&self.owners);
         if owners.contains(&owner) || !raise(&self.owner_count, 1, OWNERS_MAX) {
@@ -314,7 +314,7 @@ impl Session {
         }
     }
 
-    /// What others do, from the first call on.
+    /// Returns the queue of events; the first call creates it.
     pub(crate) fn events(self: &Arc<Self>, changes: &Changes) -> &Arc<Queue> {
         let bytes_max = usize::try_from(self.msize).unwrap_or(usize::MAX) - READ_HEAD_BYTES;
         let (queue, _) = self.events.get_or_init(|| {
@@ -325,22 +325,22 @@ impl Session {
         queue
     }
 
-    /// Whether the client waits for what others do.
+    /// Returns whether the client waits for events.
     pub(crate) fn waits_for_events(&self) -> bool {
         self.events.get().is_some_and(|(queue, _)| queue.is_waiting())
     }
 
-    /// How many fids there are.
+    /// Returns the number of fids.
     pub(crate) fn fids(&self) -> usize {
         lock(&self.fids).len()
     }
 
-    /// What a fid is.
+    /// Returns the state of a fid.
     pub(crate) fn get(&self, fid: Fid) -> Result<Arc<File>> {
         lock(&self.fids).get(&fid).cloned().ok_or(Errno::BADF)
     }
 
-    /// A fid that is open.
+    /// Returns an open fid.
     pub(crate) fn open(&self, fid: Fid) -> Result<(Arc<File>, Arc<Open>)> {
         let file = self.get(fid)?;
         match &file.state {
@@ -352,13 +352,13 @@ impl Session {
         }
     }
 
-    /// A fid that is not open yet, and is to be by this request.
+    /// Returns a fid that is not open yet, to be opened by this request.
     pub(crate) fn closed(&self, fid: Fid) -> Result<Arc<File>> {
         let file = self.get(fid)?;
         if matches!(file.state, State::Path) { Ok(file) } else { Err(Errno::BADF) }
     }
 
-    /// Whether a fid could be made now.
+    /// Returns whether another fid can be created.
     pub(crate) fn is_free(&self, fid: Fid) -> Result<()> {
         let fids = lock(&self.fids);
         match fids.contains_key(&fid) {
@@ -369,7 +369,7 @@ impl Session {
         }
     }
 
-    /// Makes a fid.
+    /// Creates a fid.
     pub(crate) fn insert(&self, fid: Fid, file: File) -> Result<()> {
         self.holder.take(Resource::Entries, 1).map_err(|LimitReached| Errno::NFILE)?;
         let mut fids = lock(&self.fids);
@@ -381,14 +381,14 @@ impl Session {
             Slot::Occupied(_) | Slot::Vacant(_) => Err(file),
         };
         drop(fids);
-        // What was not taken is given back to the source only here, where no lock is held.
+        // An unused reference is released only here, where no lock is held.
         outcome.map_err(|_| {
             self.holder.release(Resource::Entries, 1);
             Errno::BADF
         })
     }
 
-    /// Makes a fid something else, unless another request did so meanwhile.
+    /// Replaces the state of a fid, unless another request did so meanwhile.
     pub(crate) fn replace(&self, fid: Fid, before: &Arc<File>, file: File) -> Result<()> {
         let mut fids = lock(&self.fids);
         let outcome = match fids.get_mut(&fid) {
@@ -409,7 +409,7 @@ impl Session {
         Ok(removed)
     }
 
-    /// The root of the source, which always has a reference.
+    /// Returns the root of the source, which always has a reference.
     pub(crate) fn root(&self, attr: &Attr) -> Arc<Node> {
         let entry = Entry { ino: Ino::ROOT, generation: 0, attr: *attr };
         Arc::new(self.node_of(&entry, false))
@@ -440,7 +440,7 @@ impl Session {
         }
     }
 
-    /// Notes that a handle was opened.
+    /// Records an opened handle.
     pub(crate) fn opened(&self, node: &Arc<Node>, handle: Handle, flags: OFlags, user: User) -> Arc<Open> {
         Arc::new(Open {
             node: Arc::clone(node),
@@ -475,13 +475,13 @@ impl Session {
         }
     }
 
-    /// A value to be read.
+    /// Adds a value to be read.
     pub(crate) fn value(&self, bytes: Vec<u8>) -> Result<Arc<Value>> {
         let (total, charge) = self.count_value(bytes.len())?;
         Ok(Arc::new(Value { bytes, total, _charge: charge }))
     }
 
-    /// A value to be written.
+    /// Adds a value to be written.
     pub(crate) fn new_value(&self, name: &[u8], bytes: usize, flags: XattrFlags) -> Result<Arc<NewValue>> {
         let (total, charge) = self.count_value(bytes)?;
         Ok(Arc::new(NewValue { name: name.into(), bytes, flags, value: Mutex::default(), total, _charge: charge }))

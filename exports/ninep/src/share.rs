@@ -22,7 +22,7 @@ pub(crate) struct Share {
     /// Threads for work that must not be done by the caller.
     pub(crate) blocking_pool: BlockingPool,
     pub(crate) metrics: Arc<Metrics>,
-    /// What the host was asked to read ahead of clients.
+    /// The bytes of read-ahead requests.
     pub(crate) read_ahead_bytes: AtomicU64,
     /// Ends waits for events.
     pub(crate) event_timer: Timer,
@@ -49,9 +49,9 @@ impl Share {
         }
     }
 
-    /// Whether permissions of users can be checked where they are to be: the source is asked once for each.
+    /// Checks whether permissions can be enforced as required: makes one call to the source per user.
     pub(crate) fn can_check_users(&self) -> Result<(), Error> {
-        // By a thread of its own: one that acts as another user does not end with its parent any more (PR_SET_PDEATHSIG).
+        // On a separate thread: one that acts as another user loses its parent-death signal (PR_SET_PDEATHSIG).
         thread::scope(|scope| {
             let checked = thread::Builder::new().spawn_scoped(scope, || self.check_users());
             let checked = checked.map_err(|reason| Error::System { what: "start a thread", reason })?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Entries of a map whose room is never given back: no more than a few pages.
+/// Capacity of a map that is never released: a few pages.
 const ROOM_MIN: usize = 1024;
 /// The minimum decrease in held objects before the heap is trimmed: a few hundred KiB.
 const HELD_MIN: usize = 1024;
@@ -20,15 +20,16 @@ pub(crate) fn shrink<K: Eq + Hash, V>(map: &mut HashMap<K, V>) {
 
 /// The interval of checks after a decrease.
 pub(crate) const LOOK: Duration = Duration::from_millis(500);
-/// How many looks later the heap is trimmed once more: threads that have nothing to do any more end after a while, and their buffers with them.
+/// The number of checks after which the heap is trimmed again: idle threads end after a while and release their
+/// buffers.
 const LATER_LOOKS: u32 = 30;
 
-/// Tells when the heap is worth trimming.
+/// Decides when to trim the heap.
 #[derive(Debug, Default)]
 pub(crate) struct HighWater {
     most: usize,
     last: usize,
-    /// Looks until the heap is trimmed once more; 0 if it is not to be.
+    /// Checks until the heap is trimmed again; 0 if it is not.
     later: u32,
 }
 
@@ -46,13 +47,13 @@ impl HighWater {
         has_sunk || self.later == 1
     }
 
-    /// Whether the heap is to be trimmed now that less is held, or once more later.
+    /// Returns whether to trim the heap now.
     fn is_waiting(&self) -> bool {
         self.later > 1 || self.most >= HELD_MIN && self.last <= self.most / 2
     }
 }
 
-/// Trims the heap of a server that has no clock: by a thread that is there only while there is something to look at.
+/// Trims the heap of a server without a timer: by a thread that runs only while it is needed.
 pub(crate) struct Trimmer {
     most: AtomicUsize,
     looks: AtomicBool,
@@ -65,7 +66,7 @@ impl Trimmer {
         Arc::new(Self { most: AtomicUsize::new(0), looks: AtomicBool::new(false), held: Box::new(held) })
     }
 
-    /// So much is held now. Costs two loads, mostly.
+    /// Records the held amount. Usually costs two loads.
     pub(crate) fn note(self: &Arc<Self>, held: usize) {
         let most = self.most.load(Ordering::Relaxed);
         if held > most {
@@ -75,12 +76,12 @@ impl Trimmer {
             let thread = std::thread::Builder::new().name("9p-trim".into()).spawn(move || trimmer.look());
             if let Err(error) = thread {
                 self.looks.store(false, Ordering::Release);
-                tracing::debug!("no thread can be had to give memory back: {error}");
+                tracing::debug!("cannot start a thread that releases memory: {error}");
             }
         }
     }
 
-    /// Trims the heap when no more goes, and once more later.
+    /// Trims the heap when the amount is stable, and once more later.
     fn look(&self) {
         let mut high_water = HighWater { most: self.most.load(Ordering::Relaxed), ..HighWater::default() };
         loop {

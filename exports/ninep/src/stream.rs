@@ -1,4 +1,4 @@
-//! The bytes of a connection: as they are, or inside TLS.
+//! The byte stream of a connection, plain or inside TLS.
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,7 +19,7 @@ use crate::tls::{Channel, Tls};
 
 type Result<T> = std::result::Result<T, Errno>;
 
-/// See the module. One thread at a time reads, one at a time writes, and the two may be different.
+/// The byte stream; see the module. One thread at a time reads and one at a time writes; they may be different.
 #[derive(Debug)]
 pub(crate) struct Stream {
     fd: OwnedFd,
@@ -47,7 +47,7 @@ pub(crate) fn take(fd: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<usize> {
     rustix::net::recv(fd, bytes, RecvFlags::DONTWAIT).map(|(count, _)| count)
 }
 
-/// The same of pieces, one behind the other.
+/// Receives into several pieces.
 fn give_all(fd: BorrowedFd<'_>, pieces: &[IoSlice<'_>]) -> Result<usize> {
     rustix::net::sendmsg(fd, pieces, &mut SendAncillaryBuffer::default(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
 }
@@ -85,7 +85,7 @@ impl Stream {
         take(self.fd.as_fd(), bytes)
     }
 
-    /// Takes over as many bytes of pieces as there is room for, or of the first at least. None is empty.
+    /// Accepts as many bytes of the pieces as there is room for, at least of the first. None is empty.
     pub(crate) fn send(&self, pieces: &[IoSlice<'_>]) -> Result<usize> {
         #[cfg(feature = "tls")]
         if let Some(sealed) = &self.tls {
@@ -104,7 +104,7 @@ impl Stream {
         Ok(false)
     }
 
-    /// Whether something is there to be taken although the socket is empty.
+    /// Returns whether there is data to read although the socket is empty.
     pub(crate) fn unread(&self) -> bool {
         #[cfg(feature = "tls")]
         if let Some(sealed) = &self.tls {
@@ -113,7 +113,7 @@ impl Stream {
         false
     }
 
-    /// Whether something was taken over that the socket has no room for.
+    /// Returns whether accepted bytes are still unsent.
     pub(crate) fn unsent(&self) -> bool {
         #[cfg(feature = "tls")]
         if let Some(sealed) = &self.tls {
@@ -131,7 +131,7 @@ impl Stream {
         None
     }
 
-    /// Whether the handshake is still to end.
+    /// Returns whether the handshake is incomplete.
     pub(crate) fn is_handshaking(&self) -> bool {
         #[cfg(feature = "tls")]
         if let Some(sealed) = &self.tls {

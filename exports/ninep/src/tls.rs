@@ -1,5 +1,4 @@
-//! TLS 1.3 for TCP sockets, by rustls; without sessions that are taken up again, so that certificates are looked at each
-//! time.
+//! TLS 1.3 for TCP sockets, by rustls; without session resumption, so that certificates are checked each time.
 
 use std::io::{self, Read, Write};
 use std::os::fd::BorrowedFd;
@@ -17,12 +16,12 @@ use rustls::{CertificateError, InconsistentKeys, RootCertStore, ServerConfig, Se
 use crate::stream::{give, take};
 use crate::validity::{self, shown};
 
-/// What is taken over for a client before the socket has taken it, in bytes: four records.
+/// The maximum of buffered outgoing bytes: four records.
 const UNSENT_BYTES_MAX: usize = 64 << 10;
-/// Looks at the socket that bring no data, one after the other, before others get their turn: handshakes take three.
+/// Reads without data in a row before other connections are served: a handshake takes three.
 const LOOKS_MAX: usize = 16;
 
-/// Why there can be no TLS.
+/// Why TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
@@ -36,10 +35,10 @@ pub enum TlsError {
         path: PathBuf,
         /// What it should hold.
         what: &'static str,
-        /// How PEM calls that.
+        /// The PEM label.
         label: &'static str,
     },
-    /// A certificate is none.
+    /// A certificate is invalid.
     #[error("{path} holds a certificate that cannot be used: {what}", path = .0.display(), what = .1)]
     Certificate(PathBuf, String),
     /// The two files are not a pair.
@@ -50,22 +49,22 @@ pub enum TlsError {
         /// The file of the key.
         key: PathBuf,
     },
-    /// Nobody would accept it any more.
+    /// The certificate has expired.
     #[error("the certificate in {path} has expired, on {what}; clients refuse it: renew it", path = .0.display(), what = .1)]
     Expired(PathBuf, String),
-    /// Nobody accepts it yet.
+    /// The certificate is not valid yet.
     #[error("the certificate in {path} is valid only from {what} on; clients refuse it until then: is this machine's clock right?", path = .0.display(), what = .1)]
     Early(PathBuf, String),
-    /// The key is of a kind that is not known.
+    /// The key's type is not supported.
     #[error("the key in {path} cannot be used: {what}", path = .0.display(), what = .1)]
     Key(PathBuf, String),
 }
 
-/// Who a server says it is, and whom it lets in.
+/// The identity of a server, and the clients that it accepts.
 #[derive(Clone)]
 pub struct Tls {
     config: Arc<ServerConfig>,
-    /// Clients have to have a certificate.
+    /// Clients must have a certificate.
     pub(crate) checks_clients: bool,
 }
 
@@ -76,8 +75,8 @@ impl std::fmt::Debug for Tls {
 }
 
 impl Tls {
-    /// Reads a server's certificate with those that vouch for it, its key, and the authorities one of which must have
-    /// signed a client's certificate; all in PEM. Without authorities every client is let in.
+    /// Reads a server's certificate chain, its key, and the authorities one of which must have signed a client's
+    /// certificate; all in PEM. Without authorities every client is accepted.
     ///
     /// # Errors
     ///
@@ -153,11 +152,11 @@ fn authorities(path: &Path) -> Result<Arc<dyn rustls::server::danger::ClientCert
         .map_err(|error: VerifierBuilderError| unusable(error.to_string()))
 }
 
-/// One client's TLS.
+/// The TLS channel of a client.
 #[derive(Debug)]
 pub(crate) struct Channel {
     connection: ServerConnection,
-    /// Why it is of no use.
+    /// Why it failed.
     failure: Option<String>,
     unread: bool,
 }
@@ -204,7 +203,7 @@ impl Channel {
         self.connection.wants_write()
     }
 
-    /// Takes data; deals with whatever else comes on the way.
+    /// Reads data; handles other records on the way.
     pub(crate) fn recv(&mut self, fd: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<usize, Errno> {
         for _ in 0..LOOKS_MAX {
             match self.connection.reader().read(bytes) {
@@ -222,7 +221,7 @@ impl Channel {
             self.unread = self.process(fd)?;
             self.flush(fd)?;
         }
-        // If the socket still has something, epoll says so at once.
+        // If the socket still has data, epoll reports it at once.
         Err(Errno::AGAIN)
     }
 
@@ -232,14 +231,14 @@ impl Channel {
             Ok(state) => Ok(state.plaintext_bytes_to_read() > 0 || state.peer_has_closed()),
             Err(error) => {
                 self.failure.get_or_insert(explained(&error));
-                // The alert that says so, if there is room for it.
+                // Sends the alert, if there is room for it.
                 let _ = self.flush(fd);
                 Err(Errno::PROTO)
             }
         }
     }
 
-    /// Takes over data, unless there is some that the socket has not taken.
+    /// Accepts data, unless earlier data is unsent.
     pub(crate) fn send(&mut self, fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize, Errno> {
         self.flush(fd)?;
         if self.unsent() {
@@ -270,7 +269,7 @@ impl Channel {
     }
 }
 
-/// What a failure most likely means.
+/// Returns the likely cause of a failure.
 fn explained(error: &rustls::Error) -> String {
     match error {
         // rustls has no variant for it.

@@ -6,7 +6,7 @@ use ferry_wire::ninep;
 /// Linux's ids of `nobody` and `nogroup`.
 const NOBODY: u32 = 65534;
 
-/// What becomes of the users that clients attach as.
+/// The handling of the users that clients attach as.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Users {
     /// Users are trusted. The client's kernel checks permissions, as for a disk: right for a client with full access to
@@ -35,7 +35,7 @@ pub struct Identity {
     pub groups: Vec<u32>,
 }
 
-/// As whom a fid acts.
+/// The user that a fid acts as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct User {
     pub(crate) uid: u32,
@@ -51,7 +51,7 @@ impl User {
         self.checked && self.uid != 0
     }
 
-    /// What it writes to loses suid and sgid.
+    /// Whether its writes clear suid and sgid.
     pub(crate) fn clears_privileges(self) -> bool {
         self.uid != 0
     }
@@ -71,7 +71,7 @@ impl Users {
         }
     }
 
-    /// The supplementary groups of a user.
+    /// Returns the supplementary groups of a user.
     pub(crate) fn groups(&self, user: User) -> &[u32] {
         match self {
             Self::Only(allowed) => {
@@ -82,7 +82,7 @@ impl Users {
         }
     }
 
-    /// Those whose permissions the server checks.
+    /// Returns the users whose permissions the server checks.
     pub(crate) fn bound(&self) -> impl Iterator<Item = User> {
         let (only, squash) = match self {
             Self::Client => (&[][..], None),

@@ -9,7 +9,7 @@ const VERSION: u8 = 0xa0;
 
 const DAY_SECONDS: i64 = 86_400;
 
-/// Takes one element: its tag and its content.
+/// Reads one element: its tag and its content.
 fn element<'a>(input: &mut &'a [u8]) -> Option<(u8, &'a [u8])> {
     let (&tag, rest) = input.split_first()?;
     let (&first, mut rest) = rest.split_first()?;

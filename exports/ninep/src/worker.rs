@@ -24,7 +24,7 @@ use crate::session::Session;
 /// Memory that a thread keeps for the next message, and for the next reply: enough for the longest of Linux's.
 const KEPT_BYTES_MAX: usize = 2 << 20;
 
-/// A thread serves at most so many messages of a connection before it looks at others.
+/// The most messages that a thread serves for one connection before it serves others.
 const TURN_MESSAGES_MAX: usize = 128;
 
 /// A thread, and the memory that it keeps.
@@ -69,7 +69,7 @@ pub(crate) fn work(hub: &Arc<Hub>) {
                 }
             }
             Err(error) => {
-                tracing::error!("9P connections cannot be waited for: {error}");
+                tracing::error!("cannot wait for 9P connections: {error}");
                 break;
             }
         }
@@ -84,8 +84,8 @@ pub(crate) fn work(hub: &Arc<Hub>) {
     hub.thread_ended();
 }
 
-/// Serves what a connection has sent: one message after the other, with the replies sent together. As soon as a request waits, other threads
-/// go on with the connection.
+/// Serves the received messages of a connection one after the other, with the replies sent together. When a request
+/// blocks, other threads take over the connection.
 fn take_turn(thread: &mut ServingThread, connection: &Arc<Connection>) {
     let ServingThread { hub, post, busy_poll, message, buffers, memory } = thread;
     let turn = Turn::begin(hub, post, connection, memory);
@@ -275,7 +275,7 @@ fn serve_registered(
         }
         answer(&context, request, &mut message);
     });
-    connection.pace().note(began.elapsed());
+    connection.pace().record(began.elapsed());
     // What is to be read ahead is asked for when the turn has ended.
     let goes_on = connection.served(held) && turn.is_ours.get() && buffers.ahead.is_none();
     if goes_on { NextStep::Continue } else { NextStep::Pause }

@@ -70,7 +70,7 @@ impl Outlet for MailboxOutlet<'_> {
         }
     }
 
-    /// The driver gets its chain back. Linux treats an empty one as no reply.
+    /// Returns the chain to the driver. Linux treats an empty one as no reply.
     fn discard(&mut self, token: u64) {
         self.send(token, ReplyBytes::Borrowed(&[]));
     }
@@ -159,7 +159,7 @@ impl Guest {
         self.with_request_table(|request_table, out| request_table.flush(out, token, tag, old))
     }
 
-    /// Fids, requests under way, and those of them that wait for a lock.
+    /// Returns the numbers of fids, requests in flight, and those of them that wait for a lock.
     pub(super) fn usage(&self) -> (usize, usize, usize) {
         let request_table = &lock(&self.requests).request_table;
         request_table.usage()

@@ -60,7 +60,7 @@ impl Handler {
             self.share.metrics.invalid();
             let ratelimited_log = &self.share.ratelimited_log;
             ratelimited_log
-                .warn(format_args!("a message of {bytes} bytes, in {readable}, where {msize} were agreed on"));
+                .warn(format_args!("a message of {bytes} bytes, in {readable}, with a negotiated maximum of {msize}"));
             return Err(Errno::MSGSIZE);
         }
         let copied = if frame.kind == kind::TWRITE { bytes.min(WRITE_HEAD_BYTES) } else { bytes };
@@ -68,7 +68,7 @@ impl Handler {
             return Err(Errno::MSGSIZE);
         }
         self.message.resize(copied, 0);
-        // The head is the copy that was checked, whatever the guest has written there since.
+        // The head is the checked copy, even if the guest has changed it since.
         self.message[..HEADER_BYTES].copy_from_slice(&arrival.head);
         chain.read_at(HEADER_BYTES, &mut self.message[HEADER_BYTES..]);
         Ok(())

@@ -1,4 +1,4 @@
-//! Reading, writing and making durable.
+//! Tread, Twrite and Tfsync.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,10 +20,10 @@ use crate::share::Share;
 /// Writes with one of these are durable when they complete.
 const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
 
-/// What was written of an extended attribute's value is copied in pieces of this size.
+/// The length of the pieces in which the value of an extended attribute is copied.
 const VALUE_PIECE_BYTES: usize = 4096;
 
-/// A request whose transfer is under way.
+/// A request whose transfer has not ended.
 #[derive(Debug)]
 pub(crate) struct PendingTransfer {
     pub(crate) ticket: Ticket,
@@ -43,7 +43,7 @@ enum Kind {
         bytes_max: usize,
         tracked: Option<TrackedWrite>,
     },
-    /// An fsync, behind a write of so many bytes that the source made itself.
+    /// An fsync after a write of `bytes` that the source made itself.
     Durable {
         bytes: usize,
     },
@@ -82,7 +82,7 @@ impl PendingTransfer {
     }
 }
 
-/// A write has ended, with so many bytes.
+/// Records the end of a write of this many bytes.
 fn ended(tracked: Option<TrackedWrite>, bytes: usize) {
     if let Some(write) = tracked {
         write.ended(bytes);
@@ -93,7 +93,7 @@ fn written(bytes: usize) -> Reply<'static> {
     Reply::Write { bytes: u32::try_from(bytes).unwrap_or(u32::MAX) }
 }
 
-/// The data of a Tread is in its place: puts the head before it.
+/// Writes the head of an Rread whose data is in place.
 fn read_done(buffer: &mut impl NinepReply, ticket: &Ticket, bytes: usize) -> ReplyPlace {
     let count = u32::try_from(bytes).unwrap_or(u32::MAX);
     buffer.write_at(0, &encode_data_head(kind::TREAD, ticket.tag, count));
@@ -121,7 +121,7 @@ impl Context<'_> {
         kind: Kind,
         ended: Option<Result<usize>>,
     ) -> Result<ReplyPlace> {
-        // What has ended is counted where it was begun.
+        // A transfer that has ended is counted here.
         let timer = if ended.is_none() { self.timer.take() } else { None };
         let moving = PendingTransfer { ticket: self.ticket.clone(), session: self.session.id, kind, timer };
         match ended {
@@ -190,7 +190,7 @@ impl Context<'_> {
                 let ahead = self.ahead(open, &extent, (offset, bytes_max));
                 carrier.transfer(TransferRequest::read(extent, READ_HEAD_BYTES, bytes_max));
                 let ended = carrier.ended();
-                // Behind the end of a file there is nothing.
+                // Reads beyond the end of a file are empty.
                 let is_short = ended.as_ref().is_some_and(|moved| !matches!(moved, Ok(moved) if *moved == bytes_max));
                 if let Some(ahead) = ahead.filter(|_| !is_short) {
                     let bytes = ahead.range.end - ahead.range.start;
@@ -213,7 +213,7 @@ impl Context<'_> {
         Some(ReadAhead { file: Arc::clone(&extent.file), range: place(range.start)?..place(range.end)? })
     }
 
-    /// A source claims to have moved more bytes than it can have.
+    /// Logs that a source claims to have moved more bytes than it can have.
     fn check_claim(&self, what: &str, claimed: usize, most: usize) -> Errno {
         self.share.ratelimited_log.warn(format_args!("the source claims a {what} of {claimed} bytes, of {most}"));
         Errno::IO
@@ -277,10 +277,10 @@ impl Context<'_> {
         };
         publish(self.share, self.session.id, range.ino, offset, bytes);
         if bytes > 0 && range.flags.intersects(DURABLE_FLAGS) {
-            // O_SYNC is O_DSYNC and one bit more.
+            // O_SYNC includes the bit of O_DSYNC.
             let data_only = !range.flags.contains(OFlags::SYNC);
             match source.fsync(&cx, range.ino, range.handle, data_only) {
-                // A source without fsync has nothing that could be lost or kept.
+                // A source without fsync has no durable storage.
                 Ok(None) | Err(Errno::NOSYS) => {}
                 Ok(Some(backing)) => {
                     return self.transfer(carrier, TransferRequest::fsync(backing, data_only), Kind::Durable { bytes });

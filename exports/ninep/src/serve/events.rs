@@ -1,4 +1,4 @@
-//! Tells a client of Ferry's what others do.
+//! Tevents: sends Ferry's own clients the changes that others make.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,11 +9,11 @@ use ferry_wire::ninep::{Fid, Reply};
 use super::{Context, ReplyPlace};
 use crate::request_table::ReplyBytes;
 
-/// How long a request waits at most: a client that is silent for longer than its own time limit counts as gone.
+/// The longest wait of a request: a client that is silent for longer than its own time limit counts as gone.
 const WAIT_MAX: Duration = Duration::from_secs(30);
 
 impl Context<'_> {
-    /// Replies when something has happened, or after a while. Until then no thread waits.
+    /// Replies after an event or a timeout. No thread waits for it.
     pub(super) fn events(&self, fid: Fid, acknowledged: u64, wait_ms: u32) -> Result<ReplyPlace> {
         let file = self.session.get(fid)?;
         let changes = self.share.source.changes().filter(|_| self.session.has_events).ok_or(Errno::OPNOTSUPP)?;
@@ -25,7 +25,7 @@ impl Context<'_> {
         }
         let queue = self.session.events(changes);
         queue.acknowledge(acknowledged);
-        // The queue belongs to the session, and so to the client, and must keep neither.
+        // The session owns the queue, and the client the session; the reply must keep neither alive.
         let (client, told, ticket) = (Arc::downgrade(&self.client), Arc::downgrade(queue), self.ticket.clone());
         let until = Instant::now() + WAIT_MAX.min(Duration::from_millis(wait_ms.into()));
         queue.wait(0, until, move |outcome| {

@@ -8,7 +8,7 @@ use ferry_wire::ninep::{Fid, LockRequest, LockStatus, Reply};
 use super::Context;
 use crate::request_table::ReplyBytes;
 
-/// The end of the file, wherever that is.
+/// The last byte of any file.
 const END: u64 = i64::MAX as u64;
 
 impl Context<'_> {
@@ -22,7 +22,7 @@ impl Context<'_> {
     pub(super) fn lock(&self, fid: Fid, request: &LockRequest<'_>, wait: bool) -> Result<Option<Reply<'static>>> {
         let (file, open) = self.session.open(fid)?;
         let lock = self.wanted(request);
-        // Before the unlock, so that a lock that the owner takes meanwhile is remembered.
+        // Before the unlock, so that a concurrent lock of the owner is remembered.
         let all = lock.kind == LockKind::Unlock && lock.start == 0 && lock.end >= END;
         let known = all && open.unlocked_by(lock.owner.id);
         let gone = Arc::<Cancellation>::default();
@@ -50,7 +50,7 @@ impl Context<'_> {
 
     /// The source's waker. A lock that is granted after its request was cancelled is released.
     fn waiter(&self, ino: ferry_vfs::Ino, handle: ferry_vfs::Handle, lock: Lock, gone: &Arc<Cancellation>) -> Waiter {
-        // The source keeps this as long as the handle is open, so it must keep nothing open itself.
+        // The source keeps the waker as long as the handle is open, so it must keep nothing open itself.
         let (client, share) = (Arc::downgrade(&self.client), Arc::downgrade(self.share));
         let (ticket, unwanted) = (self.ticket.clone(), Arc::clone(gone));
         let waiter = Waiter::new(move |outcome: Result<()>| {
@@ -66,7 +66,7 @@ impl Context<'_> {
                 return;
             }
             unwanted.cancel();
-            // Whoever granted the lock may hold locks of its own, so this is for another thread.
+            // The granting thread may hold locks of the source, so another thread unlocks.
             let source = Arc::clone(&share.source);
             share.blocking_pool.run(move || {
                 let cx = ferry_vfs::Caller { session: lock.owner.session, ..ferry_vfs::Caller::default() };

@@ -30,7 +30,7 @@ use crate::session::{File, Session, State};
 use crate::share::Share;
 use crate::users::User;
 
-/// The block size of file systems that name none.
+/// The block size of file systems that report none.
 const BLOCK_BYTES: u32 = 4096;
 
 /// A request being served.
@@ -39,20 +39,20 @@ pub(crate) struct Context<'a> {
     pub(crate) client: Arc<dyn Client>,
     pub(crate) session: &'a Arc<Session>,
     pub(crate) ticket: &'a Ticket,
-    /// Until the end of the request is counted.
+    /// Runs until the end of the request is counted.
     pub(crate) timer: Cell<Option<Timer>>,
 }
 
-/// Where the reply is.
+/// The place of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReplyPlace {
     /// In [`NinepReply::short`].
     Short,
-    /// In its place, so many bytes.
+    /// In its final place, with this length.
     Long(usize),
-    /// It comes when the transfer that was begun has ended.
+    /// It follows after the transfer.
     Later,
-    /// Somebody else sends it later, maybe.
+    /// Another thread may send it later.
     Parked,
 }
 
@@ -60,11 +60,11 @@ impl Context<'_> {
     /// Writes a short reply.
     fn done(&self, buffer: &mut impl NinepReply, reply: &Reply<'_>) -> Result<ReplyPlace> {
         let bytes = encode(buffer, self.ticket.tag, reply);
-        // Only a client that agreed on very short messages can be shown this.
+        // Only clients with a very small msize get this.
         if bytes > self.session.msize as usize { Err(Errno::MSGSIZE) } else { Ok(ReplyPlace::Short) }
     }
 
-    /// On whose behalf the source is asked; a new file gets the group that the client names, if the user has it.
+    /// Returns the caller for the source. A new file gets the group that the client names, if the user has it.
     fn caller(&self, user: User, gid: Option<u32>) -> Caller<'_> {
         let has = |gid: u32| !user.checked || self.is_in_group(user, gid);
         let gid = gid.filter(|gid| *gid != u32::MAX && has(*gid)).unwrap_or(user.gid);
@@ -77,7 +77,7 @@ impl Context<'_> {
         Caller { gid, ..self.caller(user, None) }
     }
 
-    /// A fid that is a directory, open or not, in which something is to be changed.
+    /// Returns a fid that is a directory, open or not, for a change in it.
     fn dir(&self, fid: Fid) -> Result<Arc<File>> {
         let file = self.session.get(fid)?;
         match (&file.state, file.node.kind) {
@@ -97,7 +97,7 @@ impl Context<'_> {
 }
 
 impl Context<'_> {
-    /// The attributes as the client is to see them: one that does not check ACLs goes by the mode alone.
+    /// Returns the attributes as the client must see them: a client that does not check ACLs uses the mode alone.
     fn shown(&self, file: &File, attr: Attr) -> Attr {
         let options = &self.share.options;
         if options.posix_acl && options.xattr {
@@ -116,8 +116,8 @@ pub(crate) fn encode(buffer: &mut impl NinepReply, tag: Tag, reply: &Reply<'_>) 
     memory.len()
 }
 
-/// Serves a request with `serve`, and counts it; `data_bytes` are those of a Twrite. Of a transfer that is under way, another
-/// thread counts the end. A lock that has to wait is counted until then.
+/// Serves a request with `serve` and counts it; `data_bytes` are those of a Twrite. The end of a transfer is counted
+/// by the thread that sees it. A lock that must wait is counted until then.
 fn counted(
     cx: &Context<'_>,
     (message, data_bytes): (u8, usize),
@@ -135,7 +135,7 @@ fn counted(
     done
 }
 
-/// Serves a request. The data of a Twrite is asked of its carrier, see [`serve_write`].
+/// Serves a request. The data of a Twrite comes from its carrier, see [`serve_write`].
 pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
     let data_bytes = if let Request::Write { data, .. } = request { data.len() } else { 0 };
     counted(cx, (request.kind(), data_bytes), || {
@@ -184,7 +184,7 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCa
     cx.done(carrier, &reply)
 }
 
-/// Serves a Twrite of which there is only the head; the data is with its carrier.
+/// Serves a Twrite by its head; the carrier has the data.
 pub(crate) fn serve_write(cx: &Context<'_>, head: &WriteHead, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
     counted(cx, (kind::TWRITE, head.bytes as usize), || {
         watch::watched(cx, (Some(head.fid), &WriteText(head)), carrier, |carrier| match cx.share.read_only {
@@ -219,7 +219,7 @@ fn serve_infrequent<'a>(cx: &Context<'_>, request: &Request<'a>) -> Result<Reply
     }
 }
 
-/// Whether the request would change anything in the source. What is opened is looked at when it is opened.
+/// Whether the request changes the source. Tlopen is checked when it opens.
 fn changes_something(request: &Request<'_>) -> bool {
     match request {
         Request::Write { .. }
@@ -247,7 +247,7 @@ impl Context<'_> {
         let set = self.may_set(&file, set)?;
         let clear_privileges = set.size.is_some() && file.user.clears_privileges();
         let set = SetAttr { clear_privileges, ..set };
-        // The time of the change alone follows from whatever changed.
+        // The ctime follows from the other changes.
         if set != SetAttr::default() {
             let handle = match &file.state {
                 State::Open(open) => Some(open.handle),
@@ -261,7 +261,7 @@ impl Context<'_> {
         Ok(Reply::Setattr)
     }
 
-    /// A file system that does not count gives `df` and package managers zeros rather than an error.
+    /// Returns zeros for a file system without statfs, for `df` and package managers.
     fn statfs(&self, fid: Fid) -> Result<Reply<'static>> {
         let file = self.session.get(fid)?;
         let totals = match self.share.source.statfs(&self.caller(file.user, None), file.node.ino) {

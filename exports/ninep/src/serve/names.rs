@@ -1,4 +1,4 @@
-//! Making and removing names.
+//! Tsymlink, Tmknod, Tmkdir, Tlink and Tunlinkat.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::permission::SEARCH;
 use crate::session::{File, State};
 
 impl Context<'_> {
-    /// What was made, for the client to know. The reference ends here: it will walk to it.
+    /// Returns the qid of a new inode, and releases the reference: the client will walk to it.
     fn made(&self, entry: Entry) -> Result<Qid> {
         let (node, attr) = self.session.node(entry)?;
         Ok(node.qid(&attr))

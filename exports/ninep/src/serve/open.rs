@@ -1,4 +1,4 @@
-//! Opening and making files, and listing directories.
+//! Tlopen, Tlcreate and Treaddir.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ impl Context<'_> {
         Ok(Reply::Open { qid, iounit: 0 })
     }
 
-    /// Opens what is no directory.
+    /// Opens a file that is no directory.
     fn open_file(&self, node: &Node, user: User, flags: OFlags) -> Result<Handle> {
         match node.kind {
             FileType::RegularFile if flags.contains(OFlags::DIRECTORY) => return Err(Errno::NOTDIR),
@@ -62,7 +62,8 @@ impl Context<'_> {
         let truncate_apart = user.clears_privileges() && flags.contains(OFlags::TRUNC);
         let plain = flags - NOT_PASSED;
         let handle = source.open(&cx, node.ino, if truncate_apart { plain - OFlags::TRUNC } else { plain })?;
-        // What a truncation at open is where suid and sgid are to go: the host's kernel would keep them, for we may.
+        // Truncates separately so that suid and sgid are cleared: the host's kernel would keep them at an open by
+        // this process.
         let truncate = SetAttr { size: Some(0), clear_privileges: true, ..SetAttr::default() };
         if truncate_apart && let Err(errno) = source.setattr(&self.writer(user), node.ino, Some(handle), &truncate) {
             source.release(&cx, node.ino, handle);
@@ -71,7 +72,7 @@ impl Context<'_> {
         Ok(handle)
     }
 
-    /// Makes a file and opens it; the fid, which was the directory, is the file then.
+    /// Creates and opens a file; the fid changes from the directory to the file.
     pub(super) fn create(
         &self,
         fid: Fid,
@@ -120,7 +121,7 @@ impl Context<'_> {
         let (source, user) = (&self.share.source, dir.user);
         if opens_what_is_there(user, flags) {
             self.may(user, &dir.node, SEARCH)?;
-            // What is there already is only opened, with the right to that.
+            // An existing file is only opened, with the permissions for that.
             match source.lookup(&self.caller(user, None), dir.node.ino, name) {
                 Ok(entry) => {
                     let (node, attr) = self.session.node(entry)?;
@@ -156,7 +157,7 @@ impl Context<'_> {
         let (source, user) = (&self.share.source, dir.user);
         let cx = self.caller(user, None);
         let (node, attr) = match source.lookup(&cx, dir.node.ino, name) {
-            // And gone again.
+            // It was removed again.
             Err(Errno::NOENT) => return Err(Errno::STALE),
             found => self.session.node(found?)?,
         };
@@ -207,7 +208,7 @@ impl Context<'_> {
             self.share.ratelimited_log.warn(format_args!("the source lists an invalid name, in {:?}", at.ino));
             return Err(Errno::IO);
         }
-        // Nothing would mean that there is no more.
+        // An empty reply would mean the end of the directory.
         if full && !pushed {
             return Err(Errno::INVAL);
         }
@@ -222,7 +223,7 @@ fn opens_what_is_there(user: User, flags: OFlags) -> bool {
     !flags.contains(OFlags::EXCL) && (user.checked || user.uid == 0)
 }
 
-/// A listing on its way out.
+/// A listing being written.
 struct Listing<'a> {
     writer: DirWriter<'a>,
     /// The directory, which `.` is.

@@ -12,7 +12,7 @@ pub(super) const READ: u32 = 4;
 pub(super) const WRITE: u32 = 2;
 pub(super) const SEARCH: u32 = 1;
 
-/// What begins the names of attributes that only root may see.
+/// The prefix of attributes that only root may see.
 const TRUSTED: &[u8] = b"trusted.";
 
 const S_ISUID: u32 = 0o4000;
@@ -22,7 +22,7 @@ const S_IXGRP: u32 = 0o010;
 const S_IWOTH: u32 = 0o002;
 const PERMISSIONS: u32 = 0o7777;
 
-/// What it takes to open a file with these flags.
+/// Returns the permissions that an open with these flags needs.
 pub(super) fn wanted(flags: OFlags) -> u32 {
     let access = match flags & OFlags::ACCMODE {
         OFlags::WRONLY => WRITE,
@@ -47,7 +47,7 @@ impl Context<'_> {
         self.share.source.access(&self.caller(user, None), node.ino, mask)
     }
 
-    /// Whether the fid's user may make something in a directory.
+    /// Whether the fid's user may create a name in a directory.
     pub(super) fn may_add(&self, dir: &File) -> Result<()> {
         self.may(dir.user, &dir.node, WRITE | SEARCH)
     }
@@ -84,8 +84,9 @@ impl Context<'_> {
         Ok(())
     }
 
-    /// Whether the fid's user may open a file that is there by creating it. In a sticky directory that everybody may write to, a
-    /// file of another user than the directory's is taken for a trap (`may_create_in_sticky` with `protected_regular`).
+    /// Whether the fid's user may open an existing file by Tlcreate. In a sticky world-writable directory, a file of
+    /// a user other than the directory's owner is treated as a trap (`may_create_in_sticky` with
+    /// `protected_regular`).
     pub(super) fn may_open_by_creating(&self, dir: &File, attr: &Attr) -> Result<()> {
         if !dir.user.is_bound() || attr.uid == dir.user.uid {
             return Ok(());
@@ -129,7 +130,7 @@ impl Context<'_> {
         if !owns && (set.atime.is_some() || set.mtime.is_some()) {
             match (set.atime, set.mtime) {
                 (Some(SetTime::Now), Some(SetTime::Now)) => self.may(user, &file.node, WRITE)?,
-                // The time of the change that the new size is.
+                // The mtime of the new size.
                 (None, Some(SetTime::Now)) if set.size.is_some() => {}
                 _ => return Err(Errno::PERM),
             }
@@ -148,13 +149,14 @@ impl Context<'_> {
             && attr.mode & S_ISGID != 0
             && !self.is_in_group(user, attr.gid)
         {
-            // The host's kernel, for which we are root, would keep the bit of a file that its group may not execute.
+            // The host's kernel, to which this process is root, would keep the bit of a file that its group may not
+            // execute.
             set.mode = Some(attr.mode & PERMISSIONS & !(S_ISUID | S_ISGID));
         }
         Ok(set)
     }
 
-    /// Whether the fid's user may look at (or else change) an extended attribute (`xattr_permission`).
+    /// Whether the fid's user may read (or else change) an extended attribute (`xattr_permission`).
     pub(super) fn may_xattr(&self, file: &File, name: &[u8], changes: bool) -> Result<()> {
         let user = file.user;
         if !user.is_bound() {
@@ -186,7 +188,7 @@ impl Context<'_> {
         Ok(is_acl && !self.is_in_group(file.user, self.attr(file)?.gid))
     }
 
-    /// Whether the fid's user may make a node of this type. A whiteout is no device.
+    /// Whether the fid's user may create a node of this type. A whiteout is no device.
     pub(super) fn may_mknod(&self, user: User, (mode, rdev): (u32, u32)) -> Result<()> {
         let is_device = match FileType::from_raw_mode(mode) {
             FileType::BlockDevice => true,

@@ -1,4 +1,4 @@
-//! Renaming, by names or by fid, and removing by fid.
+//! Trename, Trenameat and Tremove.
 
 use std::sync::Arc;
 
@@ -17,11 +17,11 @@ impl Context<'_> {
     }
 
     fn rename_in(&self, dir: &File, name: Name<'_>, new_dir: &File, new_name: Name<'_>) -> Result<()> {
-        // Both, for the client looks again at both.
+        // Both names: the client looks up both again.
         let (moves, replaces) = (self.may_remove(dir, name), self.may_remove(new_dir, new_name));
         moves?;
         match replaces {
-            // There is nothing to be replaced.
+            // No file is replaced.
             Err(Errno::NOENT) => {}
             other => other?,
         }
@@ -40,7 +40,7 @@ impl Context<'_> {
         Ok(())
     }
 
-    /// The place of a fid's file, if it is still there: names change without the fid's doing.
+    /// Returns the directory and name of a fid's file, if they are still valid: others may rename it.
     fn place(&self, file: &File) -> Result<(File, Arc<Place>)> {
         let place = file.place.clone().ok_or(Errno::BUSY)?;
         let cx = self.caller(file.user, None);
@@ -57,7 +57,7 @@ impl Context<'_> {
         let (dir, place) = self.place(&file)?;
         self.rename_in(&dir, place.name.as_name(), &new_dir, name)?;
         let moved = File { place: Some(Place::new(&new_dir.node, name)), ..File::clone(&file) };
-        // If the fid is something else by now, it need not know.
+        // If the fid was changed concurrently, its location stays.
         let _ = self.session.replace(fid, &file, moved);
         Ok(Reply::Rename)
     }

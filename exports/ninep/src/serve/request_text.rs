@@ -1,4 +1,4 @@
-//! Requests as people read them in the log of requests.
+//! Formats requests for the request log.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use ferry_engine::requests::{Access, Mode, Text, of_data, setattr};
 use ferry_vfs::LockKind;
 use ferry_wire::ninep::{LockRequest, Request, Step, Steps, WriteHead};
 
-/// The last byte of a lock that reaches to the end of the file, wherever that is.
+/// The last byte of a lock that reaches to the end of any file.
 const END: u64 = i64::MAX as u64;
 
 /// Formats a request for people: its operation with names and numbers, without the client's fids.
@@ -68,7 +68,7 @@ impl fmt::Debug for RequestText<'_> {
     }
 }
 
-/// The same for a write whose data stays with its carrier.
+/// Formats a write whose data stays with its carrier.
 pub(super) struct WriteText<'a>(pub(super) &'a WriteHead);
 
 impl fmt::Debug for WriteText<'_> {
@@ -81,7 +81,7 @@ fn write(f: &mut fmt::Formatter<'_>, offset: u64, bytes: usize) -> fmt::Result {
     write!(f, "Write {bytes} bytes from byte {offset}")
 }
 
-/// The path that is walked; the file itself where there are no steps.
+/// Returns the walked path; the file itself if there are no steps.
 fn walk(f: &mut fmt::Formatter<'_>, steps: &Steps<'_>) -> fmt::Result {
     write!(f, "Walk")?;
     for step in steps.iter() {

@@ -1,4 +1,4 @@
-//! Finding files: attach and walk, and the release of fids.
+//! Tattach, Twalk and Tclunk.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use super::permission::SEARCH;
 use crate::session::{File, Node, Place, State};
 use crate::users::User;
 
-/// How deep a tree may lie that is attached to.
+/// The maximum depth of an attached tree.
 const TREE_DEPTH_MAX: usize = 256;
 
-/// Where a walk has come to.
+/// The current inode of a walk.
 struct WalkPosition {
     node: Arc<Node>,
     place: Option<Arc<Place>>,
@@ -70,10 +70,11 @@ impl Context<'_> {
         self.session.node(self.share.source.lookup_parent(&cx, dir.ino)?)
     }
 
-    /// Goes as far as the names lead (walk(5)): it is an error if the first does not; if a later one, there is no fid.
+    /// Walks as far as possible (walk(5)): a failure of the first name is an error; after a failure of a later name,
+    /// no fid is made.
     pub(super) fn walk(&self, fid: Fid, new_fid: Fid, steps: Steps<'_>) -> Result<Reply<'static>> {
         let from = self.session.get(fid)?;
-        // Linux makes further fids of open ones, too.
+        // Linux also walks from open fids.
         if !matches!(from.state, State::Path | State::Open(_)) {
             return Err(Errno::BADF);
         }
@@ -117,7 +118,7 @@ impl Context<'_> {
             State::NewValue(value) => self.set_value(&file, value)?,
             State::Open(open) if !open.is_dir() => {
                 let cx = self.caller(file.user, None);
-                // No owner of a lock has this number; those that have locks give them up when the file is closed.
+                // No lock owner has this number; locks are released when the file is closed.
                 match self.share.source.flush(&cx, file.node.ino, open.handle, 0) {
                     Ok(()) | Err(Errno::NOSYS) => {}
                     Err(errno) => return Err(errno),

@@ -51,10 +51,10 @@ impl Context<'_> {
         if value.len() != new.bytes {
             return Err(Errno::INVAL);
         }
-        // The user may have lost the right to it since the fid was made.
+        // The user may have lost the permission since the fid was made.
         self.may_xattr(file, &new.name, true)?;
         let (source, cx) = (&self.share.source, self.caller(file.user, None));
-        // So Linux's client asks for a removal; an empty value comes without the flag.
+        // This is how Linux's client requests a removal; an empty value has no such flag.
         if value.is_empty() && new.flags.contains(XattrFlags::REPLACE) {
             return source.removexattr(&cx, file.node.ino, &new.name).map_err(unsupported);
         }
@@ -64,7 +64,7 @@ impl Context<'_> {
     }
 }
 
-/// To Linux's client, a file system that has none says so.
+/// Linux's client expects this error from a file system without attributes.
 fn unsupported(errno: Errno) -> Errno {
     if errno == Errno::NOSYS { Errno::OPNOTSUPP } else { errno }
 }
