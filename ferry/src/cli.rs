@@ -108,7 +108,7 @@ pub enum Command {
     /// Add a share or disk to a running process.
     ///
     /// The process was started with ferry share --config. What is added has its own server process with its own sandbox, and ends with
-    /// the others. The command returns when it is served; if it cannot be, nothing has changed. The configuration file stays as it is.
+    /// the others. The command returns when it is served; if it cannot be, nothing has changed. The configuration file is not changed.
     #[command(after_long_help = recipes::ADD)]
     #[command(override_usage = "ferry add TARGET share SOURCE --virtiofs SOCKET [OPTIONS]\n       \
                                 ferry add TARGET disk FILE --vhost-user SOCKET [OPTIONS]")]

@@ -94,7 +94,7 @@ pub struct Share {
     /// Requests over the limit wait. Unused rate accumulates for up to burst=SECONDS (1 to 60) [default: a
     /// twentieth of a second]. Shares of this process with the same group=NAME use one limit together and get equal parts of
     /// it. The data of a request are what it asks to read or write; requests that only release something are free. With a
-    /// limit there is no passthrough and no DAX window, because data would pass it by. `ferry set` changes it.
+    /// limit there is no passthrough and no DAX window, because those bypass the limit. `ferry set` changes it.
     #[arg(long, value_name = "RATES")]
     #[serde(deserialize_with = "parsed")]
     pub limit: Option<Limit>,
@@ -156,8 +156,8 @@ pub struct Share {
     ///
     /// What does not fit fails with ENOSPC, and `df` shows the quota as the size of the file system. Space counts as allocated
     /// (as `du` counts), and each file, directory, link and the root as one file. The tree is counted at start, so that may take
-    /// a while. It may hold more than the quota: then nothing grows. With a quota there is no passthrough and no DAX window,
-    /// because data would pass it by. Changes by other processes are found by a count in the background.
+    /// a while. A tree that already exceeds the quota cannot grow. With a quota there is no passthrough and no DAX window,
+    /// because those bypass it. A background scan counts changes by other processes.
     #[arg(long, value_name = "SIZE[,files=N]", help_heading = "For directories")]
     #[serde(deserialize_with = "parsed")]
     pub quota: Option<Quota>,
@@ -171,8 +171,8 @@ pub struct Share {
     #[arg(long, help_heading = "Users and attributes")]
     pub no_xattr: bool,
 
-    /// Tell the agents in guests (ferry agent) what others do, so that programs there that watch files (inotify) see it, and
-    /// 9P clients that are Ferry, so that their caches are right. A server that runs as root adds work to every change on
+    /// Send events to `ferry agent` in guests, so that inotify works there, and to Ferry's 9P clients, so that their caches stay
+    /// valid. A server that runs as root adds work to every change on
     /// the file system of the directory; for other users, events are less exact.
     #[arg(long, help_heading = "For virtual machines")]
     pub events: bool,

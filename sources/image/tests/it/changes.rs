@@ -83,7 +83,7 @@ fn nobody_waits_for_a_pipe_that_replaces_a_file() {
 }
 
 #[test]
-fn a_file_that_is_written_anew_with_the_same_length_and_time_is_noticed() {
+fn a_rewritten_file_with_the_same_size_and_mtime_is_noticed() {
     both(&|file, _| {
         fs::write(file, bytes(7, LENGTH)).expect("files can be written");
         set_time(file, 1_600_000_000, 0);
