@@ -152,7 +152,7 @@ mount -t virtiofs t /mnt/a; until_is active
 umount /mnt/a 2>/dev/null || echo "- busy"
 umount --lazy /mnt/a; until_is inactive
 journalctl --sync
-journalctl _SYSTEMD_UNIT=$agent --output cat | grep -c 'dropping what is cached' | sed 's/^/- starts: /'
+journalctl _SYSTEMD_UNIT=$agent --output cat | grep -c 'dropping its caches' | sed 's/^/- starts: /'
 echo "- end"
 systemctl poweroff --force --force
 "#;

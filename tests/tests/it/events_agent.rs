@@ -40,9 +40,9 @@ fn an_agent_says_why_it_ends() {
         "status 1",
         "ferry-watch: nothing is mounted on /usr: mount the share there first, or let the agent wait for it (--wait)",
         "status 1",
-        "ferry-watch: /proc tells of no events: share it with --events, and name its mount point in the guest",
+        "ferry-watch: /proc sends no events: share it with --events, and name its mount point in the guest",
         "status 2",
-        "ferry-watch: /mnt/part tells of no events: share it with --events, and name its mount point in the guest",
+        "ferry-watch: /mnt/part sends no events: share it with --events, and name its mount point in the guest",
         "status 2",
         "ferry-watch: /mnt/ro is mounted read-only, so nothing can be replayed there: mount it without -o ro (a server \
          with --read-only refuses writes all the same)",
@@ -63,7 +63,7 @@ fn an_agent_follows_its_mount() {
     let script = format!(
         "mkdir /mnt/later
         mount -t virtiofs t /mnt/later; {WATCH} agent /mnt/later 2>/tmp/log & agent=$!
-        reach grep -q 'dropping what' /tmp/log; umount -l /mnt/later; ended $agent; grep -o 'later has been.*' /tmp/log
+        reach grep -q 'dropping its caches' /tmp/log; umount -l /mnt/later; ended $agent; grep -o 'later has been.*' /tmp/log
         {WATCH} agent --wait /mnt/later 2>/tmp/log & agent=$!; reach grep -q waiting /tmp/log
         mount -t virtiofs t /mnt/later; reach sh -c \"ls -l /proc/$agent/fd | grep -q '/mnt/later$'\"; umount -l /mnt/later
         reach grep -q 'later has been' /tmp/log
@@ -88,7 +88,7 @@ fn an_agent_serves_several_mounts() {
     let script = format!(
         "{PRELUDE}
         {WATCH} agent . /mnt/other 2>/tmp/log & agent=$!
-        reach grep -q 'mnt/other: .*dropping what' /tmp/log; reach grep -q ' \\.: .*dropping what' /tmp/log
+        reach grep -q 'mnt/other: .*dropping its caches' /tmp/log; reach grep -q ' \\.: .*dropping its caches' /tmp/log
         {WATCH} watch d >/tmp/out & one=$!; {WATCH} watch /mnt/other >/tmp/other & two=$!
         watching $one; watching $two; : >/mnt/other/ready; ended $one; ended $two; kill $agent; ended $agent"
     );
@@ -135,7 +135,7 @@ fn only_what_is_cached_of_the_share_is_dropped() {
     }
     let script = format!(
         "ls -l d >/dev/null; cat d/* >/dev/null; exec 9<d/7; : >ready
-        reach [ -e known ]; {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q 'dropping what' /tmp/log
+        reach [ -e known ]; {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q 'dropping its caches' /tmp/log
         reach [ -e forgotten ]; kill $agent; ended $agent
         dmesg | grep -c drop_caches || :"
     );
@@ -221,11 +221,11 @@ fn an_agent_that_was_killed_has_lost_nothing() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Auto) else { return };
     let script = format!(
-        "{WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q 'dropping what' /tmp/log
+        "{WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q 'dropping its caches' /tmp/log
         {WATCH} watch d >/tmp/out & watch=$!
         watching $watch; kill -9 $agent; ended $agent 2>/dev/null; : >ready; reach [ -e done ]
         {WATCH} agent . 2>/tmp/log2 & agent=$!; ended $watch; cat /tmp/out; kill $agent; ended $agent
-        grep -c 'dropping what' /tmp/log2 || :"
+        grep -c 'dropping its caches' /tmp/log2 || :"
     );
     let said = while_guest_runs(&watched, &script, |dir| {
         let script = "mkfifo one; mkfifo two; rm one; : >end; sleep 0.2; : >../done";
@@ -247,7 +247,7 @@ fn an_agent_survives_its_server() {
     std::fs::create_dir(path.join("d")).unwrap();
     let script = format!(
         "{PRELUDE}
-        {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q 'dropping what' /tmp/log
+        {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q 'dropping its caches' /tmp/log
         {WATCH} watch --answer d >/tmp/out & watch=$!; watching $watch; : >ready; ended $watch; grep -v ping /tmp/out
         kill $agent; ended $agent"
     );

@@ -33,7 +33,7 @@ pub(crate) fn beside(watched: &Watched, script: &str, on_host: impl FnOnce(&Path
 pub(crate) fn with_agent(script: &str) -> String {
     format!(
         "{WATCH} agent . 2>/tmp/log & agent=$!
-        reach grep -q 'dropping what is cached' /tmp/log
+        reach grep -q 'dropping its caches' /tmp/log
         {script}
         kill $agent"
     )

@@ -39,7 +39,7 @@ fn a_share_continues_without_its_keeper() {
         guest.reboot().unwrap();
         guest.init().unwrap();
     }
-    assert!(server.said().contains("should this server end, its guest is lost"), "{}", server.said());
+    assert!(server.said().contains("a restart of this server will lose its guest"), "{}", server.said());
 }
 
 /// A share that is served to a guest with an open file that has a `flock`.
@@ -120,7 +120,7 @@ fn ends_alone(comes: bool) {
         std::thread::sleep(Duration::from_millis(10));
     }
     if comes {
-        assert!(server.said().contains("the guest that was here before is gone"), "{}", server.said());
+        assert!(server.said().contains("the previous guest is gone"), "{}", server.said());
         server.end();
     }
     server.wait_for_the_keeper();

@@ -587,7 +587,7 @@ fn a_guest_with_packed_rings_that_waits_for_a_lock_stays_where_it_is() {
     let waits = guest.send_setlkw(file, second, 10, wrlck(5, 7), 0).unwrap();
     assert!(guest.getattr(file).is_ok(), "the lock was asked for before");
     assert!(guest.save().is_err());
-    assert!(here.said().contains("that wait for a lock, in packed rings: 1;"), "{}", here.said());
+    assert!(here.said().contains("1 requests of the guest wait for locks in packed rings;"), "{}", here.said());
     guest.setlk(file, open, 9, lock(libc::F_UNLCK, 0, 9), 0).unwrap();
     guest.receive(waits).unwrap();
 }
