@@ -18,9 +18,10 @@ pub trait Mappable {
         Err(Errno::NOSYS)
     }
 
-    /// Returns the pieces of a part of a file, in order, up to the end of the part or of the file. For sources whose files
-    /// never change and have no descriptor as a whole: the client only reads the mapping. `offset` and `len` are
-    /// multiples of 4 KiB; so is the length of each piece except the last. Called before [`Self::map`].
+    /// Returns the pieces of a part of a file, in order, up to the end of the part or of the file. For sources whose
+    /// files never change and have no descriptor as a whole: the client only reads the mapping. `offset`, `len` and
+    /// the length of each piece except the last are multiples of 4096 bytes. Called before [`Self::map`]. The default
+    /// returns `NOSYS`: the file is mapped by its descriptor. Other errors are those of reading the file.
     fn map_pieces(&self, cx: &Caller<'_>, ino: Ino, offset: u64, len: u64) -> Result<Vec<Piece>> {
         Err(Errno::NOSYS)
     }

@@ -8,12 +8,14 @@ use crate::{Caller, Handle, Ino, OFlags, Result};
 /// a server on another host after a migration ([`FileSystem::migrate`](crate::FileSystem::migrate)). Both processes
 /// share the same files.
 pub trait Migrate {
-    /// Returns the identity of an inode: bytes that only [`Self::adopt`] interprets. They stay valid when the inode is
-    /// renamed, if that is possible in this scope.
+    /// Returns the identity of an inode: bytes that only [`Self::adopt`] interprets. They stay valid when the inode
+    /// is renamed, if that is possible in this scope. Errors: those of `stat(2)`; `STALE` or `NOENT` if no path or
+    /// handle leads to the inode.
     fn identify(&self, ino: Ino, scope: IdentityScope) -> Result<Vec<u8>>;
 
     /// Searches the whole tree for inodes that [`Self::identify`] cannot find, because another process moved them.
-    /// Returns the identities of those found. The client is stopped meanwhile, so the search has a time limit.
+    /// Returns the identities of those found. The client is stopped during the search, so a source must limit its
+    /// time (`ferry-dir`: 10 s).
     fn search(&self, inos: &[Ino], scope: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
         let _ = (inos, scope);
         Vec::new()
@@ -25,11 +27,12 @@ pub trait Migrate {
         false
     }
 
-    /// Takes over an inode under the number that it had in the other process, with this many references. The `identity`
-    /// was created in the given scope. With [`IdentityScope::Host`] no client can have forged it. With
+    /// Takes over an inode under the number that it had in the other process, with this many references. The
+    /// `identity` was created in the given scope. With [`IdentityScope::Host`] no client can have forged it. With
     /// [`IdentityScope::Handles`] its creator is trusted with file handles. Otherwise it may be forged, and must lead
-    /// only to inodes that a lookup would find. `file` is open, and is used if the identity no longer leads to the inode.
-    /// `AGAIN`: another inode must be taken over first ([`Self::adopted_after`]).
+    /// only to inodes that a lookup would find. `file` is open, and is used if the identity no longer leads to the
+    /// inode. Errors: `AGAIN` if another inode must be taken over first ([`Self::adopted_after`]), `INVAL` for a
+    /// malformed identity, otherwise those of looking up the inode.
     fn adopt(
         &self,
         ino: Ino,
@@ -45,7 +48,7 @@ pub trait Migrate {
     }
 
     /// Takes over an open file or directory under the number that it had in the other process: opens it with the same
-    /// flags, or takes over its descriptor.
+    /// flags, or takes over its descriptor. Errors are those of `open(2)`.
     fn adopt_open(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, flags: OFlags, file: Option<OwnedFd>)
     -> Result<()>;
 }
