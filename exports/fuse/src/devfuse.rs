@@ -21,7 +21,7 @@ use rustix::thread::Pid;
 use zerocopy::FromBytes;
 
 use crate::connection::Connection;
-use crate::device::{Received, receive, send, try_receive};
+use crate::device::{ReadOutcome, receive, send, try_receive};
 use crate::handshake::await_message;
 use crate::sched_idle::SchedIdle;
 use crate::stats::Counters;
@@ -72,14 +72,14 @@ pub(crate) fn serve_first(connection: &Arc<Connection>, look_at: &mut dyn FnMut(
     loop {
         await_message(&connection.device)?;
         match receive(reader.channel.as_fd(), work.memory.request_room())? {
-            Received::Request(bytes) => {
+            ReadOutcome::Request(bytes) => {
                 work.memory.received(bytes);
                 look_at(work.memory.request());
                 let reply = work.serve();
                 work.send(reply);
             }
-            Received::Nothing => continue,
-            Received::Unmounted => return Err(io::Error::other("the mount ended before it began")),
+            ReadOutcome::Nothing => continue,
+            ReadOutcome::Unmounted => return Err(io::Error::other("the mount ended before it began")),
         }
         if let Some(session) = connection.session.current() {
             return Ok(*session.negotiated());
@@ -182,17 +182,17 @@ impl<'a> Work<'a> {
                 Turn::Serve(message, channel) => {
                     self.reply_channel = Arc::clone(&channel);
                     *lock(&reader.other_channel) = Some(channel);
-                    Ok(Received::Request(self.memory.load(&message)))
+                    Ok(ReadOutcome::Request(self.memory.load(&message)))
                 }
                 Turn::Receive => receive(reader.channel.as_fd(), self.memory.request_room()),
                 Turn::TryReceive => try_receive(reader.channel.as_fd(), self.memory.request_room()),
-                Turn::Nothing => Ok(Received::Nothing),
+                Turn::Nothing => Ok(ReadOutcome::Nothing),
             };
             readers.has_work();
             self.counters.system_calls.add(1);
             match received {
-                Ok(Received::Request(bytes)) if !waited && self.is_delayed(bytes) => {}
-                Ok(Received::Request(bytes)) => {
+                Ok(ReadOutcome::Request(bytes)) if !waited && self.is_delayed(bytes) => {}
+                Ok(ReadOutcome::Request(bytes)) => {
                     self.counters.requests.add(1);
                     self.memory.received(bytes);
                     self.note_interrupt();
@@ -213,8 +213,8 @@ impl<'a> Work<'a> {
                         self.reply_channel = Arc::clone(&reader.channel);
                     }
                 }
-                Ok(Received::Nothing) => {}
-                Ok(Received::Unmounted) => break connection.end.mark_ended(),
+                Ok(ReadOutcome::Nothing) => {}
+                Ok(ReadOutcome::Unmounted) => break connection.end.mark_ended(),
                 Err(error) => {
                     tracing::error!("cannot read /dev/fuse, so the mount ends: {error}");
                     break connection.end.mark_ended();

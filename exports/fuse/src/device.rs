@@ -30,7 +30,7 @@ const fn iow(number: usize, bytes: usize) -> libc::Ioctl {
 pub(crate) struct Device(OwnedFd);
 
 /// The result of reading a request.
-pub(crate) enum Received {
+pub(crate) enum ReadOutcome {
     /// A request of this length in bytes.
     Request(usize),
     /// None this time: interrupted, or the caller has aborted it.
@@ -101,11 +101,11 @@ impl AsRawFd for Device {
 /// # Errors
 ///
 /// The connection is unusable.
-pub(crate) fn receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<Received> {
+pub(crate) fn receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<ReadOutcome> {
     match rustix::io::read(channel, buffer) {
-        Ok(bytes) => Ok(Received::Request(bytes)),
-        Err(Errno::NODEV | Errno::CONNABORTED) => Ok(Received::Unmounted),
-        Err(Errno::INTR | Errno::AGAIN | Errno::NOENT) => Ok(Received::Nothing),
+        Ok(bytes) => Ok(ReadOutcome::Request(bytes)),
+        Err(Errno::NODEV | Errno::CONNABORTED) => Ok(ReadOutcome::Unmounted),
+        Err(Errno::INTR | Errno::AGAIN | Errno::NOENT) => Ok(ReadOutcome::Nothing),
         Err(error) => Err(error.into()),
     }
 }
@@ -116,7 +116,7 @@ pub(crate) fn receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<
 /// # Errors
 ///
 /// The connection is unusable.
-pub(crate) fn try_receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<Received> {
+pub(crate) fn try_receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<ReadOutcome> {
     let flags = rustix::fs::fcntl_getfl(channel)?;
     rustix::fs::fcntl_setfl(channel, flags | OFlags::NONBLOCK)?;
     let received = receive(channel, buffer);

@@ -67,14 +67,14 @@ pub struct ItemSettings {
 
 /// A server that runs.
 #[derive(Clone, Debug)]
-pub struct Served<'a> {
+pub struct RunningServer<'a> {
     pub index: usize,
     pub unit: &'a Unit,
     /// The places of its items.
     places: Vec<Vec<String>>,
 }
 
-impl<'a> Served<'a> {
+impl<'a> RunningServer<'a> {
     pub fn new(index: usize, unit: &'a Unit) -> Self {
         Self { index, unit, places: unit.places() }
     }
@@ -106,7 +106,7 @@ pub fn level_setting(level: Option<&LogLevel>) -> Setting {
 }
 
 /// Plans `ferry add`.
-pub fn add(words: &[OsString], folder: &Path, served: &[Served<'_>], base: &Base) -> Result<Plan> {
+pub fn add(words: &[OsString], folder: &Path, served: &[RunningServer<'_>], base: &Base) -> Result<Plan> {
     let mut starts = units_of_command(words, folder, &base.sandbox_flags)?;
     if let Some(level) = &base.level {
         starts.iter_mut().for_each(|unit| unit.level = level_or_default(level.as_ref()));
@@ -118,7 +118,7 @@ pub fn add(words: &[OsString], folder: &Path, served: &[Served<'_>], base: &Base
 }
 
 /// Plans `ferry remove`. `item`: the only one to remove of a server.
-pub fn remove(index: usize, item: Option<usize>, served: &[Served<'_>]) -> Result<Plan> {
+pub fn remove(index: usize, item: Option<usize>, served: &[RunningServer<'_>]) -> Result<Plan> {
     let unit = served.iter().find(|server| server.index == index).map(|server| server.unit);
     let unit = unit.ok_or_else(|| anyhow!("it has ended meanwhile"))?;
     if let Some(item) = item.filter(|_| unit.len() > 1) {
@@ -130,7 +130,7 @@ pub fn remove(index: usize, item: Option<usize>, served: &[Served<'_>]) -> Resul
 }
 
 /// Plans `ferry reload`.
-pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<Plan> {
+pub fn reload(file: config::File, served: &[RunningServer<'_>], base: &Base) -> Result<Plan> {
     check_process(&file, base)?;
     share::refuse_duplicates(&file.shares, &file.disks)?;
     let mut difference = Difference { served, matched: BTreeSet::new(), plan: Plan::default(), blocked: Vec::new() };
@@ -138,9 +138,9 @@ pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<
     for (share, table) in file.shares.into_iter().zip(file.share_tables) {
         let is_same = |unit: &Unit, item: usize| unit.shares().get(item) == Some(&share);
         match difference.find(&places_of_share(&share), &table, is_same) {
-            Found::New => shares.push((share, Some(table))),
-            Found::Known(server, item) => difference.plan.items.push((server, item, Items::Shares(vec![share]))),
-            Found::Changed(server, keys) => {
+            ItemState::New => shares.push((share, Some(table))),
+            ItemState::Known(server, item) => difference.plan.items.push((server, item, Items::Shares(vec![share]))),
+            ItemState::Changed(server, keys) => {
                 let unit = Unit::of_group(vec![(share, Some(table))], &base.sandbox_flags);
                 difference.plan.replaces.push(Replacement { server, unit, keys });
             }
@@ -149,9 +149,9 @@ pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<
     let mut starts = Unit::of_shares(shares, &base.sandbox_flags);
     for (disk, table) in file.disks.into_iter().zip(file.disk_tables) {
         match difference.find(&places_of_disk(&disk), &table, |unit, _| unit.disk() == Some(&disk)) {
-            Found::New => starts.push(Unit::of_disk(disk, Some(table), &base.sandbox_flags)),
-            Found::Known(server, item) => difference.plan.items.push((server, item, Items::Disk(Box::new(disk)))),
-            Found::Changed(server, keys) => {
+            ItemState::New => starts.push(Unit::of_disk(disk, Some(table), &base.sandbox_flags)),
+            ItemState::Known(server, item) => difference.plan.items.push((server, item, Items::Disk(Box::new(disk)))),
+            ItemState::Changed(server, keys) => {
                 let unit = Unit::of_disk(disk, Some(table), &base.sandbox_flags);
                 difference.plan.replaces.push(Replacement { server, unit, keys });
             }
@@ -184,10 +184,10 @@ pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<
     Ok(plan)
 }
 
-/// What is known of an item of the file.
-enum Found {
+/// The state of an item of the file.
+enum ItemState {
     New,
-    /// It is served, by this server as this item, and goes on.
+    /// It is served by this server, as this item, and unchanged.
     Known(usize, usize),
     /// It is served with other flags, by this server alone.
     Changed(usize, String),
@@ -195,7 +195,7 @@ enum Found {
 
 /// The difference between the configuration file and what runs.
 struct Difference<'a> {
-    served: &'a [Served<'a>],
+    served: &'a [RunningServer<'a>],
     /// The items that the file lists: the index of the server, and that of the item.
     matched: BTreeSet<(usize, usize)>,
     plan: Plan,
@@ -205,12 +205,12 @@ struct Difference<'a> {
 
 impl Difference<'_> {
     /// Finds an item of the file. `is_same` tells whether one that was added by hand is the same.
-    fn find(&mut self, places: &[String], table: &toml::Table, is_same: impl Fn(&Unit, usize) -> bool) -> Found {
-        let Some((index, unit, item)) = find(places, self.served) else { return Found::New };
+    fn find(&mut self, places: &[String], table: &toml::Table, is_same: impl Fn(&Unit, usize) -> bool) -> ItemState {
+        let Some((index, unit, item)) = find(places, self.served) else { return ItemState::New };
         let shown = format!("{} at {}", name_of(unit, item), places.join(", "));
         if !self.matched.insert((index, item)) {
             self.blocked.push(format!("{shown} is listed twice"));
-            return Found::Known(index, item);
+            return ItemState::Known(index, item);
         }
         let Some(before) = unit.tables.get(item).and_then(Option::as_ref) else {
             match is_same(unit, item) {
@@ -219,7 +219,7 @@ impl Difference<'_> {
                     self.blocked.push(format!("{shown} was added by hand with other settings: ferry remove it first"))
                 }
             }
-            return Found::Known(index, item);
+            return ItemState::Known(index, item);
         };
         let keys: BTreeSet<_> = before.keys().chain(table.keys()).collect();
         let changed = keys.into_iter().filter(|key| before.get(*key) != table.get(*key));
@@ -229,7 +229,7 @@ impl Difference<'_> {
             let keys: Vec<_> = fixed.into_iter().map(String::as_str).collect();
             let keys = format!("{} of {shown}", keys.join(", "));
             if unit.len() == 1 && unit.metrics.is_none() && unit.trace.is_none() {
-                return Found::Changed(index, keys);
+                return ItemState::Changed(index, keys);
             }
             self.blocked.push(format!(
                 "{keys} cannot change while its process serves others, or has an address for metrics: start it again"
@@ -245,12 +245,12 @@ impl Difference<'_> {
             });
             self.plan.tables.push((index, item, table.clone()));
         }
-        Found::Known(index, item)
+        ItemState::Known(index, item)
     }
 
     /// Adds what the file does not list any more; returns the plan if all of it is possible.
     fn ends(mut self) -> Result<Plan> {
-        for Served { index, unit, .. } in self.served {
+        for RunningServer { index, unit, .. } in self.served {
             let is_gone = |item: &usize| unit.tables[*item].is_some() && !self.matched.contains(&(*index, *item));
             let gone: BTreeSet<_> = (0..unit.len()).filter(is_gone).collect();
             match gone.len() {
@@ -283,7 +283,7 @@ fn name_of(unit: &Unit, item: usize) -> String {
 }
 
 /// Returns the item that has one of these places.
-fn find<'a>(places: &[String], served: &[Served<'a>]) -> Option<(usize, &'a Unit, usize)> {
+fn find<'a>(places: &[String], served: &[RunningServer<'a>]) -> Option<(usize, &'a Unit, usize)> {
     served.iter().find_map(|server| {
         let is_one = |own: &Vec<String>| own.iter().any(|place| places.contains(place));
         server.places.iter().position(is_one).map(|item| (server.index, server.unit, item))
@@ -335,7 +335,7 @@ fn check_process(file: &config::File, base: &Base) -> Result<()> {
     Ok(())
 }
 
-fn check_count(starts: &[Unit], served: &[Served<'_>]) -> Result<()> {
+fn check_count(starts: &[Unit], served: &[RunningServer<'_>]) -> Result<()> {
     let count = starts.len() + served.len();
     ensure!(
         count <= SERVERS_MAX,
@@ -345,7 +345,7 @@ fn check_count(starts: &[Unit], served: &[Served<'_>]) -> Result<()> {
 }
 
 /// Checks that the places of new processes are free.
-fn check_places<'a>(starts: impl IntoIterator<Item = &'a Unit>, served: &[Served<'_>]) -> Result<()> {
+fn check_places<'a>(starts: impl IntoIterator<Item = &'a Unit>, served: &[RunningServer<'_>]) -> Result<()> {
     for unit in starts {
         for (item, places) in unit.places().iter().enumerate() {
             if let Some(fd) = places.iter().find(|place| place.starts_with("descriptor ")) {
@@ -360,7 +360,7 @@ fn check_places<'a>(starts: impl IntoIterator<Item = &'a Unit>, served: &[Served
 }
 
 /// Checks that new processes need not be one with those that run.
-fn check_beside<'a>(starts: impl IntoIterator<Item = &'a Unit>, served: &[Served<'_>]) -> Result<()> {
+fn check_beside<'a>(starts: impl IntoIterator<Item = &'a Unit>, served: &[RunningServer<'_>]) -> Result<()> {
     let shares = starts.into_iter().flat_map(Unit::shares);
     let mut pairs =
         shares.flat_map(|share| served.iter().flat_map(|server| server.unit.shares()).map(move |other| (share, other)));

@@ -13,7 +13,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use super::child::{Report, ReportSender, Task};
-use super::plan::Served;
+use super::plan::RunningServer;
 use super::unit::Unit;
 use crate::disk::{self, PATIENCE};
 use crate::new_files::{NewFiles, Success};
@@ -107,10 +107,10 @@ impl Servers {
     }
 
     /// Returns what runs, or will.
-    pub fn served(&self) -> Vec<Served<'_>> {
+    pub fn served(&self) -> Vec<RunningServer<'_>> {
         let runs = |server: &Server| server.end.is_none() && !server.is_removed;
         let all = self.all.iter().enumerate().filter(|(_, server)| runs(server));
-        all.map(|(index, server)| Served::new(index, &server.unit)).collect()
+        all.map(|(index, server)| RunningServer::new(index, &server.unit)).collect()
     }
 
     /// Looks for reports and ends.

@@ -15,8 +15,8 @@ fn units(text: &str) -> Vec<Unit> {
     Unit::of_shares(shares, &flags).into_iter().chain(disks).collect()
 }
 
-fn served(units: &[Unit]) -> Vec<Served<'_>> {
-    units.iter().enumerate().map(|(index, unit)| Served::new(index, unit)).collect()
+fn served(units: &[Unit]) -> Vec<RunningServer<'_>> {
+    units.iter().enumerate().map(|(index, unit)| RunningServer::new(index, unit)).collect()
 }
 
 /// What a plan does, in words.

@@ -57,7 +57,7 @@ pub struct TableEntry {
 
 /// The table is damaged and must be rebuilt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Damaged;
+pub struct TableDamage;
 
 /// The head of a table.
 #[derive(Debug, PartialEq, Eq)]
@@ -74,7 +74,7 @@ struct Head {
 pub(crate) struct Table {
     file: File,
     head: Head,
-    buckets: Vec<OnceLock<Result<Vec<TableEntry>, Damaged>>>,
+    buckets: Vec<OnceLock<Result<Vec<TableEntry>, TableDamage>>>,
 }
 
 fn number(bytes: &[u8]) -> Option<usize> {
@@ -139,9 +139,9 @@ impl Head {
     }
 
     /// Parses a bucket.
-    fn bucket(&self, bucket: usize, bytes: &[u8]) -> Result<Vec<TableEntry>, Damaged> {
+    fn bucket(&self, bucket: usize, bytes: &[u8]) -> Result<Vec<TableEntry>, TableDamage> {
         if self.buckets.get(bucket).is_none_or(|(_, wanted)| *wanted != sum(bytes)) {
-            return Err(Damaged);
+            return Err(TableDamage);
         }
         let entry = |bytes: &[u8]| {
             let (digest, pack) = (name(bytes)?, number(&bytes[DIGEST_BYTES..])?);
@@ -150,8 +150,8 @@ impl Head {
             let (pack, block) = (u32::try_from(pack).ok()?, u32::try_from(block).ok()?);
             Some(TableEntry { digest, pack, block }).filter(|_| is_usable && bucket_of(&digest) == bucket)
         };
-        let entries = bytes.chunks_exact(ENTRY_BYTES).map(entry).collect::<Option<Vec<_>>>().ok_or(Damaged)?;
-        if entries.is_sorted() { Ok(entries) } else { Err(Damaged) }
+        let entries = bytes.chunks_exact(ENTRY_BYTES).map(entry).collect::<Option<Vec<_>>>().ok_or(TableDamage)?;
+        if entries.is_sorted() { Ok(entries) } else { Err(TableDamage) }
     }
 }
 
@@ -193,14 +193,14 @@ pub fn write(packs: &[TablePack], mut entries: Vec<TableEntry>) -> Option<Vec<u8
 /// # Errors
 ///
 /// It is damaged.
-pub fn read(bytes: &[u8]) -> Result<(Vec<TablePack>, Vec<TableEntry>), Damaged> {
-    let end = head_bytes(bytes).filter(|end| *end <= bytes.len()).ok_or(Damaged)?;
+pub fn read(bytes: &[u8]) -> Result<(Vec<TablePack>, Vec<TableEntry>), TableDamage> {
+    let end = head_bytes(bytes).filter(|end| *end <= bytes.len()).ok_or(TableDamage)?;
     let (head, body) = bytes.split_at(end);
-    let head = Head::of(head, bytes.len() as u64).ok_or(Damaged)?;
+    let head = Head::of(head, bytes.len() as u64).ok_or(TableDamage)?;
     let mut entries = Vec::new();
     for bucket in 0..BUCKETS {
         let range = head.entries(bucket);
-        let bytes = body.get(range.start * ENTRY_BYTES..range.end * ENTRY_BYTES).ok_or(Damaged)?;
+        let bytes = body.get(range.start * ENTRY_BYTES..range.end * ENTRY_BYTES).ok_or(TableDamage)?;
         entries.extend(head.bucket(bucket, bytes)?);
     }
     Ok((head.packs, entries))
@@ -236,13 +236,13 @@ impl Table {
     /// # Errors
     ///
     /// The bucket is damaged.
-    pub(crate) fn find(&self, digest: &Digest) -> Result<&[TableEntry], Damaged> {
+    pub(crate) fn find(&self, digest: &Digest) -> Result<&[TableEntry], TableDamage> {
         let bucket = bucket_of(digest.bytes());
         let entries = self.buckets[bucket].get_or_init(|| {
             let range = self.head.entries(bucket);
             let mut bytes = vec![0; range.len() * ENTRY_BYTES];
             let from = self.head.bytes as u64 + range.start as u64 * ENTRY_BYTES as u64;
-            self.file.read_exact_at(&mut bytes, from).map_err(|_| Damaged)?;
+            self.file.read_exact_at(&mut bytes, from).map_err(|_| TableDamage)?;
             self.head.bucket(bucket, &bytes)
         });
         let entries = entries.as_ref().map_err(|damaged| *damaged)?;
@@ -309,7 +309,7 @@ mod tests {
             let mut bytes = write(&packs, entries).expect("there is room");
             let at = at.index(bytes.len());
             if cut { bytes.truncate(at) } else { bytes[at] ^= 1_u8 << bit }
-            prop_assert_eq!(read(&bytes), Err(Damaged));
+            prop_assert_eq!(read(&bytes), Err(TableDamage));
         }
     }
 }

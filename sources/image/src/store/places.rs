@@ -12,7 +12,7 @@ use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{IoContext, Result};
 use crate::format::index::{self, Index, Places};
-use crate::format::pack_table::{self, Damaged, Table, TableEntry, TablePack};
+use crate::format::pack_table::{self, Table, TableDamage, TableEntry, TablePack};
 use crate::store::layout::{self, Listing};
 use crate::store::new_file::NewFile;
 
@@ -93,7 +93,7 @@ impl StorePlaces {
         }
         match self.candidates(digest) {
             Ok(candidates) => candidates.into_iter().find(|(pack, block)| self.is_there(digest, *pack, *block)),
-            Err(Damaged) => self.all.get_or_init(|| self.read_all()).get(digest).copied(),
+            Err(TableDamage) => self.all.get_or_init(|| self.read_all()).get(digest).copied(),
         }
     }
 
@@ -112,7 +112,7 @@ impl StorePlaces {
     }
 
     /// Returns the possible locations of an object, by the names of packs.
-    fn candidates(&self, digest: &Digest) -> Result<Vec<(Digest, u64)>, Damaged> {
+    fn candidates(&self, digest: &Digest) -> Result<Vec<(Digest, u64)>, TableDamage> {
         let mut found = self.extra.get(digest).cloned().unwrap_or_default();
         if let Some(table) = &self.table {
             let place = |entry: &TableEntry| {
