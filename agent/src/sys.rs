@@ -72,8 +72,9 @@ pub(crate) fn pick(root: &OwnedFd) -> Result<OwnedFd> {
     fspick(root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)
 }
 
-/// Reconfigures a file system without changing anything: the kernel drops its names that are not in use, and FUSE keeps no inode
-/// without a name. Before Linux 5.2 only those of all file systems can be dropped. It allocates nothing.
+/// Reconfigures a file system without changing anything: the kernel drops its names that are not in use, and FUSE
+/// keeps no inode without a name. Before Linux 5.2 only those of all file systems can be dropped. It allocates
+/// nothing.
 pub(crate) fn reconfigure(picked: Option<&OwnedFd>) -> Result<()> {
     let dropped = picked.ok_or(Errno::NOSYS).and_then(|picked| fsconfig_reconfigure(picked.as_fd()));
     dropped.or_else(|_| {
@@ -144,8 +145,8 @@ pub(crate) unsafe fn fork(child: impl FnOnce()) -> Result<Pid> {
     }
 }
 
-/// Makes this process independent of the one that it was forked from: of its terminal, of signals that end services, and
-/// of all of its descriptors but these, which are sorted.
+/// Makes this process independent of the one that it was forked from: of its terminal, of signals that end services,
+/// and of all of its descriptors but these, which are sorted.
 pub(crate) fn detach(keep: &mut [RawFd]) -> Result<()> {
     rustix::process::setsid()?;
     rustix::process::chdir(c"/")?;

@@ -58,8 +58,8 @@ impl DirtyLog {
             if at >= self.0.size() {
                 return;
             }
-            // SAFETY: `at` is within the mapping, which lives as long as this; this process and, by the protocol, the front end
-            // change its bytes by atomic operations only.
+            // SAFETY: `at` is within the mapping, which lives as long as this; this process and, by the protocol, the
+            // front end change its bytes by atomic operations only.
             let byte = unsafe { AtomicU8::from_ptr(self.0.as_ptr().add(at)) };
             let from = first.saturating_sub(byte_of * 8);
             let to = (last - byte_of * 8).min(7);

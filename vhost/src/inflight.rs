@@ -117,8 +117,8 @@ impl Area {
 
     fn note(&self) -> Option<Cells> {
         let start = self.map.as_ptr().wrapping_add(self.note_at?);
-        // SAFETY: the mapping holds so many bytes from there on, and `self` keeps it alive for longer than the callers use
-        // these cells; all others that map the file treat it as shared memory.
+        // SAFETY: the mapping holds this many bytes from there on, and `self` keeps it alive for longer than the
+        // callers use these cells; all others that map the file treat it as shared memory.
         Some(unsafe { Cells::new(start, NOTE_BYTES) })
     }
 

@@ -17,8 +17,8 @@ pub(crate) fn read(pieces: impl Iterator<Item = Segment>, bytes: &mut [u8]) -> u
 /// Copies `bytes` to the pieces; returns how much could be copied.
 pub(crate) fn write(pieces: impl Iterator<Item = Segment>, bytes: &[u8]) -> usize {
     let source = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    // SAFETY: the kernel checks every address; `bytes` is only read. The pieces are memory that the guest may write to at
-    // any time, so no reference to any byte of it exists.
+    // SAFETY: the kernel checks every address; `bytes` is only read. The pieces are memory that the guest may write
+    // to at any time, so no reference to any byte of it exists.
     in_calls(pieces, source, |pid, local, remote, count| unsafe {
         libc::process_vm_writev(pid, local, 1, remote, count, 0)
     })

@@ -307,7 +307,8 @@ fn receive(
 /// Sets where the next peek begins (socket(7), `SO_PEEK_OFF`).
 fn set_peek_offset(socket: &UnixStream, bytes: libc::c_int) -> Result<(), Errno> {
     let length = libc::socklen_t::try_from(size_of::<libc::c_int>()).map_err(|_| Errno::INVAL)?;
-    // SAFETY: the descriptor is open, and the kernel reads an `int` of this length from this variable, which outlives the call.
+    // SAFETY: the descriptor is open, and the kernel reads an `int` of this length from this variable, which outlives
+    // the call.
     let outcome = unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),

@@ -1,7 +1,8 @@
 //! The unix socket on which a device waits for its virtual machine monitor.
 //!
-//! The socket is created in a private folder (mode 0700), gets its mode and group there, and is then linked to its path. The path of
-//! the folder is resolved once, so a user who can rename files there cannot redirect chmod and chown to another file.
+//! The socket is created in a private folder (mode 0700), gets its mode and group there, and is then linked to its
+//! path. The path of the folder is resolved once, so a user who can rename files there cannot redirect chmod and
+//! chown to another file.
 
 use std::ffi::OsStr;
 use std::hash::{BuildHasher, RandomState};

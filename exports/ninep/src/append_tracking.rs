@@ -6,9 +6,9 @@
 //! Any other offset is used as it is: the flag was cleared, or the client writes back cached pages. From then on only a
 //! write at the current end is an append, as the client has no end that it adds to.
 //!
-//! Several programs of a client may append at the same end that it knows. Each of their writes is appended, so the file
-//! is longer than the client believes, until it asks for the size. So a fid that is opened meanwhile begins with the end
-//! that the client believes in ([`ClientEnds`]).
+//! Several programs of a client may append at the same end that it knows. Each of their writes is appended, so the
+//! file is longer than the client believes, until it asks for the size. So a fid that is opened meanwhile begins with
+//! the end that the client believes in ([`ClientEnds`]).
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -146,8 +146,8 @@ impl Clients {
         holder
     }
 
-    /// Closes connections of the clients that hold most until the amount fits, and adds it to the total; returns whether it
-    /// does, which it does not if the asker would hold most.
+    /// Closes connections of the clients that hold most until the amount fits, and adds it to the total; returns
+    /// whether it does, which it does not if the asker would hold most.
     fn make_room(&self, resource: Resource, amount: usize, asker: &ConnectionAccount) -> bool {
         // Dropped after the lock.
         let (mut holders, mut ended): (Vec<Arc<ConnectionAccount>>, Vec<Arc<Connection>>) = Default::default();

@@ -326,8 +326,8 @@ impl Connection {
         interest.has_room()
     }
 
-    /// Called when a request is no longer served: it has a reply, or waits for a lock. Returns whether the connection may have another
-    /// one served.
+    /// Called when a request is no longer served: it has a reply, or waits for a lock. Returns whether the connection
+    /// may have another one served.
     pub(crate) fn served(&self, bytes: usize) -> bool {
         let mut interest = lock(&self.interest);
         let was_full = !interest.has_room();

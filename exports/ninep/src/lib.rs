@@ -24,17 +24,17 @@
 //! * `request_table`: the requests in flight, and the effect of a flush on them;
 //! * `session`: the state from a Tversion on: fids and what they hold;
 //! * `serve`: each request as calls of the source; `carrier` is its interface to the transports:
-//! * `connection`, `outbox` and `message`: messages of sockets, replies on their way out; `stream`: their bytes, plain or
-//!   inside TLS (feature `tls`);
+//! * `connection`, `outbox` and `message`: messages of sockets, replies on their way out; `stream`: their bytes,
+//!   plain or inside TLS (feature `tls`);
 //! * `device`: descriptor chains.
 //!
 //! # Trust
 //!
-//! No client is trusted with the server: messages are decoded once, with every length checked. The resources of a client
-//! are limited, and a client that stalls is disconnected ([`Limits`]). But 9P has no authentication: the server believes
-//! the user ids that a client sends, unless [`Users`] restricts them. So a unix socket must be private to its user, and
-//! TCP for other machines must be enabled ([`Options::remote`]), unless TLS requires client certificates. A vsock socket
-//! is reachable by all virtual machines of this host, unless its address names one.
+//! No client is trusted with the server: messages are decoded once, with every length checked. The resources of a
+//! client are limited, and a client that stalls is disconnected ([`Limits`]). But 9P has no authentication: the
+//! server believes the user ids that a client sends, unless [`Users`] restricts them. So a unix socket must be
+//! private to its user, and TCP for other machines must be enabled ([`Options::remote`]), unless TLS requires client
+//! certificates. A vsock socket is reachable by all virtual machines of this host, unless its address names one.
 #![forbid(unsafe_code)]
 
 mod append_tracking;

@@ -69,8 +69,8 @@ impl Account {
         Balance { used, grown, shrunk: self.shrunk.load(Ordering::SeqCst) }
     }
 
-    /// Corrects the account after a count of the tree that began at `before`, and returns by how much. Requests that ran
-    /// meanwhile may be in the count or not, so only what none of them explains is corrected.
+    /// Corrects the account after a count of the tree that began at `before`, and returns by how much. Requests that
+    /// ran meanwhile may be in the count or not, so only what none of them explains is corrected.
     pub(crate) fn correct(&self, before: Balance, counted: i64) -> i64 {
         let now = self.balance();
         let reserved = (now.used - now.charged()).max(0);

@@ -65,8 +65,8 @@ impl Charge {
         self.unsettled.load(Ordering::SeqCst) == 0
     }
 
-    /// A request has ended: replaces its reservation by the growth that `measure` finds. Of several threads that finish at
-    /// once, one measures for all, and none waits.
+    /// A request has ended: replaces its reservation by the growth that `measure` finds. Of several threads that
+    /// finish at once, one measures for all, and none waits.
     pub(crate) fn settle(
         &self,
         account: &Account,
@@ -110,7 +110,8 @@ pub(crate) struct Charges {
 struct Births {
     last: u64,
     active: BTreeSet<u64>,
-    /// Charges to be removed once this birth and those before it have ended, in their order: until then they may belong to a new inode.
+    /// Charges to be removed once this birth and those before it have ended, in their order: until then they may
+    /// belong to a new inode.
     late: VecDeque<(u64, Ino)>,
 }
 

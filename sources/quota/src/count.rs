@@ -60,8 +60,8 @@ impl DirOutput for Listing {
 }
 
 impl Quota {
-    /// Starts the thread that counts again: soon after a request did not fit or a client asked for the room, and from time
-    /// to time while the tree grows.
+    /// Starts the thread that counts again: soon after a request did not fit or a client asked for the room, and from
+    /// time to time while the tree grows.
     ///
     /// # Errors
     /// No thread can be started.
@@ -90,8 +90,8 @@ impl Quota {
         std::thread::Builder::new().name("quota".into()).spawn(count).map(drop)
     }
 
-    /// Counts the tree again and corrects the accounts. Returns `false` if that was not possible, because requests removed
-    /// or moved something meanwhile.
+    /// Counts the tree again and corrects the accounts. Returns `false` if that was not possible, because requests
+    /// removed or moved something meanwhile.
     pub fn recount(&self) -> bool {
         // Corrections of charged inodes also apply to their charges; otherwise the next request would find them
         // again.

@@ -17,19 +17,19 @@
 //!
 //! # What is counted
 //!
-//! Each inode counts once, with the space that the source reports for it ([`Attr::blocks`]), as `du` counts. [`Quota::new`]
-//! counts the tree. A request that may grow the tree first reserves what it may need, and fails with `NOSPC` if that
-//! does not fit. When it ends, the growth that is found replaces the reservation. So requests at the same time cannot pass
-//! the limit together. A source that takes more space than was asked for (preallocation, large blocks) can pass it once;
-//! then nothing grows.
+//! Each inode counts once, with the space that the source reports for it ([`Attr::blocks`]), as `du` counts.
+//! [`Quota::new`] counts the tree. A request that may grow the tree first reserves what it may need, and fails with
+//! `NOSPC` if that does not fit. When it ends, the growth that is found replaces the reservation. So requests at the
+//! same time cannot pass the limit together. A source that takes more space than was asked for (preallocation, large
+//! blocks) can pass it once; then nothing grows.
 //!
 //! A write that fits only partly writes that part. Overwriting allocated storage needs no room. A file that is
 //! unlinked while in use counts until its last user is gone.
 //!
 //! # What does not pass through
 //!
-//! This layer writes the data itself: it returns no extents for writes, no descriptors for passthrough, and no mappings.
-//! A background count finds changes by others ([`Quota::begin`]).
+//! This layer writes the data itself: it returns no extents for writes, no descriptors for passthrough, and no
+//! mappings. A background count finds changes by others ([`Quota::begin`]).
 #![deny(unsafe_code)]
 
 mod account;

@@ -11,7 +11,8 @@ impl Quota {
         self.source.migrate().ok_or(Errno::NOSYS)
     }
 
-    /// Counts an inode that a client of the former server holds, if it has no name: the count of the tree did not find it.
+    /// Counts an inode that a client of the former server holds, if it has no name: the count of the tree did not
+    /// find it.
     fn count_adopted(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<()> {
         let attr = self.source.getattr(cx, ino, handle)?;
         let held = self.charges.begin(ino, || Ok(storage(&attr)))?;

@@ -72,8 +72,8 @@ fn next_data(fd: BorrowedFd<'_>, range: &Range<u64>) -> Result<Option<Range<u64>
     Ok(Some(start..end.checked_next_multiple_of(BLOCK).unwrap_or(u64::MAX)))
 }
 
-/// Returns the parts of a range that have no storage. File systems that cannot tell which parts are allocated tell which
-/// have data; then allocated parts without data are among the result.
+/// Returns the parts of a range that have no storage. File systems that cannot tell which parts are allocated tell
+/// which have data; then allocated parts without data are among the result.
 pub(crate) fn holes(fd: impl AsFd, range: Range<u64>) -> Result<Vec<Range<u64>>> {
     let fd = fd.as_fd();
     let (mut holes, mut at, mut by_extents) = (Vec::new(), range.start, true);
