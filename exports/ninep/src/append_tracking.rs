@@ -173,7 +173,7 @@ mod tests {
         }
     }
 
-    /// The client goes on where its last append has ended, and others have appended more meanwhile.
+    /// The client appends where its last append ended, and others have appended meanwhile.
     #[test]
     fn appends_that_fail_or_are_short_are_followed_by_appends() {
         let (ends, end) = (ClientEnds::default(), Arc::<AppendTracking>::default());
@@ -181,11 +181,11 @@ mod tests {
         assert!(write(&end, 100, (50, 20), 300));
         assert!(write(&end, 120, (50, 0), 320));
         assert!(write(&end, 120, (50, 50), 320));
-        // A fid that is opened meanwhile begins with what was written.
+        // A fid that is opened meanwhile begins with the new end.
         let other = Arc::<AppendTracking>::default();
         other.found(&ends, Ino(1), 370);
         assert!(write(&other, 170, (5, 5), 370));
-        // What is written elsewhere and fails moves no end.
+        // A failed write elsewhere moves no end.
         assert!(!write(&end, 0, (1000, 0), 375));
         assert!(write(&end, 375, (5, 5), 375));
     }

@@ -312,7 +312,7 @@ mod tests {
         let mut outbox = Outbox::default();
         let short = |outbox: &mut Outbox, byte: u8| outbox.send(&to, ReplyBytes::Borrowed(&[byte; 3]));
 
-        // Without a turn, each by itself.
+        // Without a turn, each reply is sent separately.
         short(&mut outbox, b'a');
         assert_eq!(send_long(&mut outbox, &to, b'A', LONG), [b'A'; LONG + 10]);
         assert_eq!([record(&theirs), record(&theirs), record(&theirs)], [Some("a".into()), Some("A".into()), None]);
@@ -326,7 +326,7 @@ mod tests {
         // Half of the requests have replies.
         assert_eq!(send_long(&mut outbox, &to, b'B', LONG), []);
         assert_eq!([record(&theirs), record(&theirs)], [Some("ABab".into()), None]);
-        // Memory of what was sent comes back.
+        // Memory of sent replies is reused.
         assert_ne!(send_long(&mut outbox, &to, b'C', LONG), []);
         short(&mut outbox, b'c');
         send_long(&mut outbox, &to, b'D', LONG);

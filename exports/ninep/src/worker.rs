@@ -94,7 +94,7 @@ fn take_turn(thread: &mut ServingThread, connection: &Arc<Connection>) {
     for number in 0..TURN_MESSAGES_MAX {
         let mut received = connection.receive(message, number == 0);
         if received == ReceiveResult::Nothing && number > 0 && busy_poll.will_poll() && connection.send_replies() {
-            // While the connection is not watched, the client wakes nobody.
+            // While the connection is not watched, the client wakes no thread.
             busy_poll.poll(|| {
                 received = connection.receive(message, true);
                 received != ReceiveResult::Nothing
@@ -129,13 +129,13 @@ fn take_turn(thread: &mut ServingThread, connection: &Arc<Connection>) {
 /// What a thread does after a message.
 enum NextStep {
     Continue,
-    /// Later ones are for later, or for other threads.
+    /// Leave later messages for later, or for other threads.
     Pause,
-    /// The connection ends, for this reason.
+    /// End the connection, for this reason.
     End(&'static str),
 }
 
-/// What the monitor knows of a thread: whose request it serves as part of a turn.
+/// The monitor's view of a thread: the connection whose turn it has.
 #[derive(Default)]
 struct Post {
     watch: Watch,
@@ -147,7 +147,7 @@ impl MonitoredWorker for Post {
         &self.watch
     }
 
-    /// The request goes on, and other threads with the connection.
+    /// The request continues, and other threads take over the connection.
     fn replace_worker(self: Arc<Self>, seen: CallSnapshot) -> Replacement {
         let connection = lock(&self.connection).clone();
         match connection {
@@ -200,7 +200,7 @@ impl<'a> Turn<'a> {
         self.post.watch.leave(&mut self.ownership.borrow_mut())
     }
 
-    /// Called where the request is about to wait: the turn ends, and other threads go on.
+    /// Called before the request blocks: ends the turn, so that other threads take over.
     fn end_before_wait(&self) {
         if self.is_ours.replace(false) && self.leave() {
             self.connection.hand_over(&mut self.memory.borrow_mut());
@@ -249,7 +249,7 @@ fn serve_message(turn: &Turn<'_>, message: &[u8], buffers: &mut Buffers) -> Next
     NextStep::Continue
 }
 
-/// Serves a request that is among those of its connection.
+/// Serves a registered request of a connection.
 fn serve_registered(
     turn: &Turn<'_>,
     bytes: &[u8],
@@ -276,7 +276,7 @@ fn serve_registered(
         answer(&context, request, &mut message);
     });
     connection.pace().record(began.elapsed());
-    // What is to be read ahead is asked for when the turn has ended.
+    // The read-ahead is requested at the end of the turn.
     let goes_on = connection.served(held) && turn.is_ours.get() && buffers.ahead.is_none();
     if goes_on { NextStep::Continue } else { NextStep::Pause }
 }
@@ -289,11 +289,11 @@ pub(crate) struct ParkedRequest {
     session: Arc<Session>,
     /// The bytes of message and reply, for the limit of the connection.
     held_bytes: usize,
-    /// The message is on its client's account.
+    /// The charge of the message on its client's account.
     charge: Charge,
 }
 
-/// Lets a request wait for a limit, while its connection goes on.
+/// Queues a request for the rate limit; its connection continues.
 fn delay(
     delayed: &Arc<DelayedRequests<ParkedRequest>>,
     connection: &Arc<Connection>,
@@ -335,7 +335,7 @@ fn serve_delayed(hub: &Arc<Hub>, buffers: &mut Buffers) {
     }
 }
 
-/// The longest reply that a request may lead to, where that is long.
+/// The longest reply to a request, if it may be long.
 fn reply_bytes(request: &Request<'_>) -> usize {
     match *request {
         Request::Read { bytes_max, .. } | Request::Readdir { bytes_max, .. } => bytes_max as usize,

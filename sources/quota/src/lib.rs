@@ -178,7 +178,7 @@ impl Quota {
         self.put_back(held);
     }
 
-    /// Ends the use of a charge. The last user of an inode without a name gives back its room.
+    /// Ends the use of a charge. The last user of an inode without a name releases its room.
     fn put_back(&self, held: Held<'_>) {
         let ino = held.ino;
         let is_orphan = held.charge().is_orphan();

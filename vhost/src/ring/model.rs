@@ -1,4 +1,4 @@
-//! A driver to test rings with: it keeps account of what it asked for, and checks every answer.
+//! A driver to test rings with: it records its requests and checks every completion.
 
 use std::collections::HashMap;
 
