@@ -27,11 +27,11 @@ const SHARE_ONLY_HEADINGS: [&str; 4] =
 pub struct Cli {
     /// What to log on standard error: error, warn, info, debug, trace, or a list like info,ferry_virtiofs=debug
     /// [default: the environment's FERRY_LOG, or info; for try, warn; for doctor, off].
-    #[arg(long, global = true, value_name = "LEVEL")]
+    #[arg(long, global = true, value_name = "LEVEL", display_order = 900)]
     pub log: Option<String>,
 
     /// Log to the system's log (/dev/log) instead of standard error.
-    #[arg(long, global = true)]
+    #[arg(long, global = true, display_order = 901)]
     pub syslog: bool,
 
     #[command(subcommand)]

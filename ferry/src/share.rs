@@ -150,7 +150,7 @@ impl Serve for Shares<'_> {
             self.start.shares.iter().zip(&opened).find(|(share, source)| share.events && !source.features().events)
         {
             bail!(
-                "--events: {} does not tell what others do: its server must be Ferry with --events, and there must be one \
+                "--events: {} sends no events: its server must be Ferry with --events, and there must be one \
                  connection to it",
                 share.source.display()
             );

@@ -153,5 +153,8 @@ fn run(config: &Config, logging: Logging) -> Result<()> {
     let snapshotter = Arc::new(snapshotter);
     let _control = Control::start(control, vec![served(config, &snapshotter)].into(), logging, Owner::default());
     tracing::info!("serving {} on {}", config.root.display(), config.address.display());
+    tracing::info!(
+        "layers that are pulled whole are not verified when they are read; lazy ones are verified when they are fetched"
+    );
     serve(&snapshotter, socket)
 }

@@ -68,7 +68,7 @@ fn prefix(name: &OsString) -> String {
     format!("{root}.")
 }
 
-/// Removes an entry of the trash. Directories in it become entries of the trash.
+/// Removes an entry of the trash, or a part of it on a full disk. Directories in it become entries of the trash.
 fn remove_one(top: &OwnedFd, entry: &OsString, name: &OsString) -> rustix::io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let folder = match openat(top, entry, flags, Mode::empty()) {
@@ -77,6 +77,7 @@ fn remove_one(top: &OwnedFd, entry: &OsString, name: &OsString) -> rustix::io::R
         opened => opened?,
     };
     let prefix = prefix(name);
+    let mut has_moved = false;
     for _ in 0..LISTED_MAX {
         for child in Dir::read_from(&folder)? {
             let child = child?;
@@ -85,7 +86,14 @@ fn remove_one(top: &OwnedFd, entry: &OsString, name: &OsString) -> rustix::io::R
                 continue;
             }
             match unlinkat(&folder, child, AtFlags::empty()) {
-                Err(Errno::ISDIR) => move_up(&folder, child, (top, &prefix))?,
+                Err(Errno::ISDIR) => match move_up(&folder, child, (top, &prefix)) {
+                    // There is room again when those are removed that were moved.
+                    Err(Errno::NOSPC | Errno::DQUOT) if has_moved => return Ok(()),
+                    moved => {
+                        moved?;
+                        has_moved = true;
+                    }
+                },
                 removed => present(removed)?,
             }
         }

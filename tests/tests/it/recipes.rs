@@ -555,11 +555,11 @@ fn too_many_queues_are_an_error_with_the_flag() {
     for (command, remedy) in [
         (
             vec!["share", "mem", "--queues", "3", "--virtiofs"],
-            "wants 5 queues, and 4 are offered: start the server with --queues 4, or",
+            "requests 5 queues but 4 are offered: start the server with --queues 4, or",
         ),
         (
             vec!["disk", "disk.raw", "--queues", "3", "--vhost-user"],
-            "wants 4 queues, and 3 are offered: start the server with --queues 4, or",
+            "requests 4 queues but 3 are offered: start the server with --queues 4, or",
         ),
     ] {
         fs::write(here.path().join("disk.raw"), vec![0; 1 << 20]).unwrap();
