@@ -166,9 +166,9 @@ pub use with::{convert, objects, open, open_layers, pull, pull_and_report, push,
 #[cfg(feature = "registry")]
 mod with {
     use std::io::{BufRead as _, Read as _};
-    use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
     use std::sync::mpsc::{Receiver, sync_channel};
+    use std::sync::{Arc, Mutex};
     use std::thread;
     use std::time::{Duration, Instant};
 
@@ -178,6 +178,7 @@ mod with {
         Client, ConvertOutcome, Counts, LIST_BYTES_MAX, LazyImage, LazyOptions, Limits, Options, Packs, PullOptions,
         PullOutcome, PushOutcome, Remote, list_beside, pull_lazily,
     };
+    use ferry_vfs::sync::lock;
     use serde_json::json;
 
     use super::super::report::bar;
@@ -470,7 +471,7 @@ mod with {
         // A limit is not for several at once.
         let jobs = usize::from(origin.bytes_per_second.map_or(origin.jobs, |_| origin.jobs.min(1)));
         let (remote, from) = (Arc::clone(remote), Arc::clone(&packs));
-        let pace = Pace { begun: Instant::now(), bytes_per_second: origin.bytes_per_second };
+        let pace = Pace::new(origin.bytes_per_second);
         let background: Background = Box::new(move |objects| in_background(objects, jobs, &pace, &remote, &from));
         Ok(Prepared { store, packs, missing, background: Some(background).filter(|_| jobs > 0) })
     }
@@ -486,19 +487,38 @@ mod with {
         bytes.clamp(AHEAD_BYTES, AHEAD_BYTES_MAX)
     }
 
-    /// How fast the background may be.
+    /// How fast the background may be. What is not used is saved for a second, so that a pause is not made up for at full speed.
     struct Pace {
-        begun: Instant,
         bytes_per_second: Option<u64>,
+        /// When the next request may begin, and how many bytes had come when that was calculated.
+        next: Mutex<(Instant, u64)>,
     }
 
     impl Pace {
-        /// Waits as long as everything that has come, readers' data too, has to take.
+        /// How long unused bytes are saved.
+        const SAVED: Duration = Duration::from_secs(1);
+
+        fn new(bytes_per_second: Option<u64>) -> Self {
+            Self { bytes_per_second, next: Mutex::new((Instant::now(), 0)) }
+        }
+
+        /// Waits as long as the bytes that have come since the last call, those of readers too, have to take.
         fn wait(&self, remote: &Remote) {
-            let Some(rate) = self.bytes_per_second else { return };
-            let milliseconds = u128::from(remote.counts().received_bytes) * 1000 / u128::from(rate.max(1));
-            let due = Duration::from_millis(u64::try_from(milliseconds).unwrap_or(u64::MAX));
-            thread::sleep(due.saturating_sub(self.begun.elapsed()));
+            let now = Instant::now();
+            if let Some(due) = self.due(remote.counts().received_bytes, now) {
+                thread::sleep(due.saturating_duration_since(now));
+            }
+        }
+
+        /// Returns when the next request may begin, after this many bytes in all; `None`: there is no limit.
+        fn due(&self, received: u64, now: Instant) -> Option<Instant> {
+            let rate = self.bytes_per_second?.max(1);
+            let mut next = lock(&self.next);
+            let milliseconds = u128::from(received.saturating_sub(next.1)) * 1000 / u128::from(rate);
+            let took = Duration::from_millis(u64::try_from(milliseconds).unwrap_or(u64::MAX));
+            let from = now.checked_sub(Self::SAVED).map_or(next.0, |saved| saved.max(next.0));
+            *next = (from.checked_add(took).unwrap_or(now), received);
+            Some(next.0)
         }
     }
 
@@ -530,6 +550,25 @@ mod with {
                 tracing::warn!("{:#}: the packs stay incomplete", anyhow::Error::from(error));
                 false
             }
+        }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn a_pause_is_not_made_up_for() {
+            let pace = Pace::new(Some(1000));
+            let begun = pace.next.lock().expect("nobody panicked").0;
+            let at = |seconds| begun + Duration::from_secs(seconds);
+            for (received, now, expected) in
+                [(4000, 0, 4), (5000, 4, 5), (5000, 3600, 3599), (15_000, 3600, 3609), (15_500, 3609, 3609)]
+            {
+                let due = pace.due(received, at(now)).expect("there is a limit");
+                assert_eq!(due.duration_since(begun).as_secs(), expected, "{received} bytes after {now} s");
+            }
+            assert_eq!(Pace::new(None).due(1 << 40, begun), None);
         }
     }
 }
