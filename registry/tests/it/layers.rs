@@ -9,20 +9,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Fake, ONCE, Reply, Request, Way, sha256};
-use ferry_image::{Digest, FetchOptions, Image, Objects, Source, Store};
-use ferry_registry::{
-    Client, Error, LIST_BYTES_MAX, LazyOptions, Options, PullOptions, PullOutcome, Reference, Remote, convert,
-    list_beside, pull, pull_lazily, pull_metadata, pull_trace, push_trace,
-};
+use common::{Fake, Reply, Request, Way, sha256};
+use ferry_image::{Digest, FetchOptions, Image, Source, Store};
+use ferry_registry::{Error, PullOptions, PullOutcome, Remote, pull, pull_metadata};
 use ferry_vfs::{Errno, Name};
 use serde_json::{Value, json};
 use toc_layers::{FORMATS, Format, Layer, Writer};
 
-const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
-const INDEX: &str = "application/vnd.oci.image.index.v1+json";
+pub const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+pub const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 
-fn noise(seed: u32, length: usize) -> Vec<u8> {
+pub fn noise(seed: u32, length: usize) -> Vec<u8> {
     let words = (0..).map(|at: u32| (at ^ seed.wrapping_mul(40_503)).wrapping_mul(2_654_435_761).rotate_left(at % 31));
     words.flat_map(u32::to_le_bytes).take(length).collect()
 }
@@ -30,7 +27,7 @@ fn noise(seed: u32, length: usize) -> Vec<u8> {
 /// Files of the lower layer; the last one is hidden by the upper layer.
 const FILES: u32 = 30;
 
-fn layers(format: Format) -> Vec<Layer> {
+pub fn layers(format: Format) -> Vec<Layer> {
     let mut lower = Writer::new(format, &[65_536, 30_000]);
     for number in 0..FILES {
         lower.file(&format!("{number}"), &noise(number, 10_000));
@@ -43,21 +40,21 @@ fn layers(format: Format) -> Vec<Layer> {
 }
 
 /// A container image on a server.
-struct Place {
-    folder: tempfile::TempDir,
-    fake: Fake,
-    layers: Vec<Layer>,
+pub struct Place {
+    pub folder: tempfile::TempDir,
+    pub fake: Fake,
+    pub layers: Vec<Layer>,
 }
 
 impl Place {
-    fn new(layers: Vec<Layer>) -> Self {
+    pub fn new(layers: Vec<Layer>) -> Self {
         let place = Self { folder: tempfile::tempdir().unwrap(), fake: Fake::start(), layers };
         place.fake.tag("1", &place.manifest());
         place
     }
 
     /// Stores the blobs; returns the manifest.
-    fn manifest(&self) -> Value {
+    pub fn manifest(&self) -> Value {
         let plain: Vec<_> = self.layers.iter().map(|layer| format!("sha256:{}", sha256(&layer.plain))).collect();
         let config = json!({"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": plain}});
         let config = config.to_string();
@@ -71,12 +68,12 @@ impl Place {
                 "digest": format!("sha256:{}", sha256(config.as_bytes()))}})
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    pub fn at(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
     /// Opens the image before its files are there.
-    fn open(&self, remote: &Arc<Remote>, name: &str, digest: Option<Digest>) -> Result<Source, Error> {
+    pub fn open(&self, remote: &Arc<Remote>, name: &str, digest: Option<Digest>) -> Result<Source, Error> {
         let (image, store) = (self.at(&format!("{name}.img")), self.at(name));
         drop(Store::create(&store)?);
         let from = pull_metadata(remote, &image, &store, digest)?;
@@ -84,17 +81,17 @@ impl Place {
         Ok(Source::open_with(&image, &store, None, Some(missing))?)
     }
 
-    fn pull(&self, name: &str, options: &PullOptions) -> Result<PullOutcome, Error> {
+    pub fn pull(&self, name: &str, options: &PullOptions) -> Result<PullOutcome, Error> {
         let _held = Store::create(&self.at(name))?;
         pull(&self.fake.remote(), &self.at(&format!("{name}.img")), &self.at(name), options, &|_, _| {})
     }
 
-    fn blob_bytes(&self) -> u64 {
+    pub fn blob_bytes(&self) -> u64 {
         self.layers.iter().map(|layer| layer.blob.len() as u64).sum()
     }
 }
 
-fn read(source: &Source, name: &str) -> Result<Vec<u8>, Errno> {
+pub fn read(source: &Source, name: &str) -> Result<Vec<u8>, Errno> {
     let image = source.image();
     let root = image.inode(image.root()).unwrap();
     let nid = image.lookup(&root, Name::new(name.as_bytes()).unwrap()).unwrap().ok_or(Errno::NOENT)?;
@@ -105,7 +102,7 @@ fn read(source: &Source, name: &str) -> Result<Vec<u8>, Errno> {
     })
 }
 
-fn is_right(source: &Source) {
+pub fn is_right(source: &Source) {
     for number in 0..FILES - 1 {
         assert_eq!(read(source, &format!("{number}")).unwrap(), noise(number, 10_000));
     }
@@ -115,7 +112,7 @@ fn is_right(source: &Source) {
 }
 
 /// Whether a request is for a layer.
-fn is_layer(place: &Place) -> impl Fn(&Request) -> bool + Send + Sync + 'static {
+pub fn is_layer(place: &Place) -> impl Fn(&Request) -> bool + Send + Sync + 'static {
     let names: Vec<_> = place.layers.iter().map(|layer| sha256(&layer.blob)).collect();
     move |request: &Request| names.iter().any(|name| request.path.ends_with(name))
 }
@@ -397,94 +394,6 @@ fn damaged_layers_are_refused_by_a_whole_pull() {
     assert_eq!(left, ["whole"], "nothing half-made is left");
 }
 
-#[test]
-fn converted_images_are_found_beside_the_original() {
-    for lists_referrers in [true, false] {
-        let place = Place::new(layers(Format::Estargz));
-        if lists_referrers {
-            place.fake.list_referrers();
-        }
-        let signature = json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": [
-            {"mediaType": MANIFEST, "digest": format!("sha256:{}", "5".repeat(64)), "size": 1, "artifactType": "a/signature"}]});
-        let original = place.fake.tagged("1").unwrap();
-        let subject = sha256(original.to_string().as_bytes());
-        let tag = format!("sha256-{subject}");
-        if !lists_referrers {
-            place.fake.tag(&tag, &signature);
-        }
-        let convert = |name: &str| {
-            drop(Store::create(&place.at(name)).unwrap());
-            convert(&place.fake.remote(), &place.at(&format!("{name}.img")), &place.at(name), 2, &|_, _| {}).unwrap()
-        };
-        let first = convert("first");
-        assert_eq!(first.subject.to_string(), subject);
-        assert!(first.sent_bytes.is_some_and(|bytes| bytes > 2_000_000), "{first:?}");
-        assert_eq!(place.fake.tagged("1").unwrap(), original, "the original stays");
-        let list = place.fake.tagged(&tag).filter(|_| !lists_referrers);
-        if let Some(list) = &list {
-            assert_eq!(list["manifests"][0], signature["manifests"][0], "what others have added stays");
-            assert_eq!(list["manifests"][1]["digest"], format!("sha256:{}", first.manifest));
-        } else {
-            assert!(lists_referrers && place.fake.tagged(&tag).is_none());
-        }
-        // Once more: nothing is pulled.
-        place.fake.requests();
-        let second = convert("second");
-        assert_eq!((second.digest, second.manifest, second.sent_bytes), (first.digest, first.manifest, None));
-        assert!(!place.at("second.img").exists());
-        assert!(!place.fake.requests().iter().any(Request::is_blob));
-        // With the digest, the converted image is mounted; without it, the original is.
-        let source = place.open(&place.fake.remote(), "by-digest", Some(first.digest)).unwrap();
-        is_right(&source);
-        assert_eq!(source.image().tree(), Some(first.digest));
-        let layer = is_layer(&place);
-        assert!(!place.fake.requests().iter().any(layer), "no layer is needed");
-        let source = place.open(&place.fake.remote(), "by-name", None).unwrap();
-        is_right(&source);
-        assert_eq!(source.image().tree(), None);
-        let options = PullOptions { digest: Some(first.digest), ..PullOptions::default() };
-        place.fake.requests();
-        assert_eq!(place.pull("pulled", &options).unwrap().digest, first.digest);
-        let layer = is_layer(&place);
-        assert!(!place.fake.requests().iter().any(layer), "no layer is needed");
-        let image = Image::open(&place.at("pulled.img"), None).unwrap();
-        Objects::open(&image, &place.at("pulled")).unwrap().verify_all().unwrap();
-    }
-}
-
-/// A mirror's list may be old or forged, and nothing proves a list.
-#[test]
-fn lists_of_referrers_are_the_registrys_own() {
-    let place = Place::new(layers(Format::Estargz));
-    let mirror = Fake::start();
-    let hosts = place.at("certs.d");
-    fs::create_dir_all(hosts.join("registry.invalid")).unwrap();
-    let text = format!("server = \"http://{}\"\n[host.\"http://{}\"]\n", place.fake.address, mirror.address);
-    fs::write(hosts.join("registry.invalid/hosts.toml"), text).unwrap();
-    let remote = || {
-        let options = Options { hosts: vec![hosts.clone()], limits: ONCE, ..Options::default() };
-        Arc::new(Remote::open(&"oci:registry.invalid/a/b:1".parse().unwrap(), Client::new(options)).unwrap())
-    };
-    let tag = format!("sha256-{}", sha256(place.fake.tagged("1").unwrap().to_string().as_bytes()));
-    let list = |entries: &[Value]| json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": entries});
-    let signature = json!({"mediaType": MANIFEST, "digest": format!("sha256:{}", "5".repeat(64)), "size": 1,
-        "artifactType": "a/signature"});
-    place.fake.tag(&tag, &list(std::slice::from_ref(&signature)));
-    mirror.tag(&tag, &list(&[]));
-    let _held = Store::create(&place.at("own")).unwrap();
-    let converted = convert(&remote(), &place.at("own.img"), &place.at("own"), 2, &|_, _| {}).unwrap();
-    let kept = place.fake.tagged(&tag).unwrap();
-    assert_eq!(kept["manifests"][0], signature, "the list of the registry is added to");
-    assert_eq!(kept["manifests"][1]["digest"], format!("sha256:{}", converted.manifest));
-    let lazily = LazyOptions { trusts_converted: true, ..LazyOptions::default() };
-    drop(Store::create(&place.at("store")).unwrap());
-    let (image, _) = pull_lazily(&remote(), &place.at("image"), &place.at("store"), lazily).unwrap();
-    assert!(image.from.ends_with(&format!("@sha256:{}", converted.manifest)), "{}", image.from);
-    let asked = mirror.requests();
-    assert!(!asked.is_empty(), "it is a mirror");
-    assert!(!asked.iter().any(|request| request.path.contains("/referrers/") || request.path.ends_with(&tag)));
-}
-
 /// A part of the image needs it in memory.
 #[test]
 fn a_large_configuration_is_refused() {
@@ -496,23 +405,6 @@ fn a_large_configuration_is_refused() {
     assert!(error.contains("its configuration has 9437184 bytes"), "{error}");
 }
 
-/// A registry that takes the tag of the list for the digest of the original, which has no referrers then.
-#[test]
-fn the_original_is_not_taken_for_its_list_of_referrers() {
-    let place = Place::new(layers(Format::Estargz));
-    let original = place.fake.tagged("1").unwrap();
-    let subject = sha256(original.to_string().as_bytes());
-    let bytes = original.to_string();
-    let path = format!("/manifests/sha256-{subject}");
-    place.fake.fault(move |request, reply| {
-        if request.method == "GET" && request.path.ends_with(&path) { Reply::of(200, bytes.clone()) } else { reply }
-    });
-    let wrong = Digest::new(ferry_image::Algorithm::Tree, [3; 32]);
-    let options = PullOptions { digest: Some(wrong), ..PullOptions::default() };
-    let said = place.pull("pulled", &options).unwrap_err().to_string();
-    assert!(said.contains("the image has the digest"), "{said}");
-}
-
 /// A proxy that sends the range, but not its status.
 #[test]
 fn ranges_with_another_status_are_ranges() {
@@ -522,189 +414,4 @@ fn ranges_with_another_status_are_ranges() {
     let source = place.open(&place.fake.remote(), "lazy", None).unwrap();
     assert!(!source.shared_objects().looks_complete());
     is_right(&source);
-}
-
-/// A list of referrers that is none is an error, and so is what another writer leaves of it.
-#[test]
-fn lists_of_referrers_that_are_wrong_are_refused() {
-    let place = Place::new(layers(Format::Estargz));
-    let subject = sha256(place.fake.tagged("1").unwrap().to_string().as_bytes());
-    drop(Store::create(&place.at("store")).unwrap());
-    let convert = || convert(&place.fake.remote(), &place.at("image"), &place.at("store"), 2, &|_, _| {});
-    place.fake.tag(&format!("sha256-{subject}"), &json!({"manifests": 1}));
-    let said = convert().unwrap_err().to_string();
-    assert!(said.contains("its list of referrers"), "{said}");
-    place.fake.tag(&format!("sha256-{subject}"), &json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": []}));
-    // Another writer always wins.
-    let tag = format!("/manifests/sha256-{subject}");
-    place.fake.fault(move |request, reply| {
-        let is_list = request.method == "GET" && request.path.ends_with(&tag);
-        if is_list {
-            Reply::of(200, json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": []}).to_string())
-        } else {
-            reply
-        }
-    });
-    let said = convert().unwrap_err().to_string();
-    assert!(said.contains("others change it at the same time"), "{said}");
-    place.fake.heal();
-    // An image of Ferry is nothing to convert.
-    let images = common::Place::new();
-    let said = ferry_registry::convert(&images.fake.remote(), &place.at("i"), &place.at("store"), 1, &|_, _| {});
-    let said = said.unwrap_err().to_string();
-    assert!(said.contains("an image of Ferry already"), "{said}");
-}
-
-/// What a snapshotter asks for: as many layers as have tables, exactly some, or the converted image.
-#[test]
-fn as_many_layers_as_have_tables_are_read_before_they_are_here() {
-    let mut all = layers(Format::Estargz);
-    let mut plain = Writer::new(Format::Estargz, &[4 << 20]);
-    plain.file("top", &noise(102, 5000));
-    let mut plain = plain.finish();
-    plain.annotations.clear();
-    all.push(plain);
-    let place = Place::new(all);
-    let get = |name: &str, options: LazyOptions| {
-        drop(Store::create(&place.at(name)).unwrap());
-        let image = place.at(&format!("{name}.img"));
-        pull_lazily(&place.fake.remote(), &image, &place.at(name), options).map(|(image, _)| image)
-    };
-    let names = |name: &str| {
-        let image = Image::open(&place.at(&format!("{name}.img")), None).unwrap();
-        ["0", "29", "above", "top"].map(|file| {
-            let root = image.inode(image.root()).unwrap();
-            image.lookup(&root, Name::new(file.as_bytes()).unwrap()).unwrap().is_some()
-        })
-    };
-    let image = get("two", LazyOptions::default()).unwrap();
-    assert_eq!((image.covers, image.layers.len(), image.packs.len()), (2, 3, 2));
-    assert_eq!(image.layers[2].table, None);
-    assert_eq!(image.layers[1].table.as_ref(), place.layers[1].annotations.values().next());
-    assert_eq!(names("two"), [true, false, true, false]);
-    let manifest = sha256(place.fake.tagged("1").unwrap().to_string().as_bytes());
-    assert!(image.from.ends_with(&format!("/a/b@sha256:{manifest}")), "{}", image.from);
-    let only = |layers| LazyOptions { layers: Some(layers), trusts_converted: true, trusts_trace: false };
-    let layer = is_layer(&place);
-    assert_eq!(get("one", only(1)).unwrap().covers, 1);
-    assert_eq!(names("one"), [true, true, false, false]);
-    // One of them has no table: they are pulled.
-    place.fake.requests();
-    assert_eq!(get("three", only(3)).unwrap().covers, 3);
-    assert_eq!(names("three"), [true, false, true, true]);
-    assert!(place.fake.requests().iter().any(&layer));
-    Objects::open(&Image::open(&place.at("three.img"), None).unwrap(), &place.at("three"))
-        .unwrap()
-        .verify_all()
-        .unwrap();
-    for layers in [0, 4] {
-        let error = get("none", only(layers)).unwrap_err().to_string();
-        assert!(error.contains("it has 3 layers"), "{error}");
-    }
-    // The converted image has all layers; nobody takes it who does not trust it.
-    let _held = Store::create(&place.at("own")).unwrap();
-    convert(&place.fake.remote(), &place.at("own.img"), &place.at("own"), 2, &|_, _| {}).unwrap();
-    let trusting = LazyOptions { layers: None, trusts_converted: true, trusts_trace: true };
-    let manifest = image.container.rsplit_once(':').unwrap().1.to_owned();
-    let tag = format!("sha256-{manifest}");
-    let right = place.fake.tagged(&tag).unwrap();
-    let first = right["manifests"][0]["annotations"]["ferry.first"].as_str().unwrap().to_owned();
-    for (name, first) in [("converted", first.clone()), ("wrong", format!("{}:1,x", "0".repeat(64)))] {
-        let mut list = right.clone();
-        list["manifests"][0]["annotations"]["ferry.first"] = json!(first);
-        place.fake.tag(&tag, &list);
-        place.fake.requests();
-        let image = get(name, trusting).unwrap();
-        assert_eq!((image.covers, image.layers.len()), (3, 3), "{name}");
-        // What is fetched together with the manifest is not fetched again.
-        let asked: Vec<_> = place.fake.requests().into_iter().map(|request| request.path).collect();
-        let blobs = asked.iter().filter(|path| path.contains("/blobs/") && !path.contains(&"0".repeat(64)));
-        let mut blobs: Vec<_> = blobs.collect();
-        let all = blobs.len();
-        blobs.sort_unstable();
-        blobs.dedup();
-        assert!(all == blobs.len() && all >= 2, "{name}: {asked:?}");
-    }
-    place.fake.tag(&tag, &right);
-    push_trace(&place.fake.remote(), None, b"/top\n").unwrap();
-    let image = get("traced", trusting).unwrap();
-    assert_eq!(fs::read(list_beside(&place.at("traced.img"))).unwrap(), b"/top\n");
-    assert!(!list_beside(&place.at("converted.img")).exists());
-    assert_ne!(image.from, image.container);
-    for name in ["converted", "wrong", "traced"] {
-        assert_eq!(names(name), [true, false, true, true], "{name}");
-    }
-    assert_eq!(get("again", LazyOptions::default()).unwrap().covers, 2);
-}
-
-/// Lower layers of which one has no table are pulled without those above.
-#[test]
-fn lower_layers_without_tables_are_pulled_alone() {
-    let mut all = layers(Format::Estargz);
-    all.iter_mut().for_each(|layer| layer.annotations.clear());
-    let place = Place::new(all);
-    drop(Store::create(&place.at("store")).unwrap());
-    let get = |options| {
-        let pulled = pull_lazily(&place.fake.remote(), &place.at("image"), &place.at("store"), options);
-        pulled.map(|(image, _)| image)
-    };
-    let error = get(LazyOptions::default()).unwrap_err().to_string();
-    assert!(error.contains("layer 1 of 2: it has no table of contents that its manifest proves"), "{error}");
-    place.fake.requests();
-    assert_eq!(get(LazyOptions { layers: Some(1), ..LazyOptions::default() }).unwrap().covers, 1);
-    let upper = sha256(&place.layers[1].blob);
-    assert!(!place.fake.requests().iter().any(|request| request.path.ends_with(&upper)));
-    let image = Image::open(&place.at("image"), None).unwrap();
-    Objects::open(&image, &place.at("store")).unwrap().verify_all().unwrap();
-    let root = image.inode(image.root()).unwrap();
-    assert!(image.lookup(&root, Name::new(b"29").unwrap()).unwrap().is_some(), "the upper layer hides it");
-}
-
-/// Anybody who may write to the repository may store such a list.
-#[test]
-fn lists_that_are_wrong_are_not_taken() {
-    let place = Place::new(layers(Format::Estargz));
-    let remote = place.fake.remote();
-    let image = place.at("image");
-    let manifest = sha256(place.manifest().to_string().as_bytes());
-    let container: Reference = format!("oci:{}/a/b@sha256:{manifest}", place.fake.address).parse().unwrap();
-    let taken = || pull_trace(&remote, &container, &image);
-    assert!(!taken().unwrap(), "there is none");
-    let long = vec![b'/'; usize::try_from(LIST_BYTES_MAX).unwrap() + 1];
-    let error = push_trace(&remote, None, &long).unwrap_err().to_string();
-    assert!(error.contains("the maximum is 4194304"), "{error}");
-    let error = push_trace(&remote, Some(&"0".repeat(64)), b"/a\n").unwrap_err().to_string();
-    assert!(error.contains("the container's is sha256:000"), "{error}");
-    push_trace(&remote, Some(&manifest), b"/a\n").unwrap();
-    assert!(taken().unwrap());
-    assert_eq!(fs::read(list_beside(&image)).unwrap(), b"/a\n");
-    let kind = "application/vnd.ferry.trace.v1";
-    let blob = |size: u64| json!({"mediaType": kind, "digest": format!("sha256:{}", sha256(b"/a\n")), "size": size});
-    let subject = |digits: &str| json!({"mediaType": MANIFEST, "digest": format!("sha256:{digits}"), "size": 1});
-    let (own, other) = (subject(&manifest), subject(&"1".repeat(64)));
-    for (found, expected) in [
-        (json!({"layers": [blob(3)], "subject": other}), "it is of another image"),
-        (json!({"layers": [blob(3)]}), "it is of another image"),
-        (json!({"layers": [], "subject": own}), "it is not a trace list"),
-        (json!({"layers": [{"digest": "sha256:1"}], "subject": own}), "it is not a trace list"),
-        (json!({"layers": [blob(5 << 30)], "subject": own}), "the maximum is 4194304"),
-        (json!({"layers": [blob(2)], "subject": own}), "came damaged"),
-        (json!({"layers": "x", "subject": own}), "invalid type"),
-        (json!({"manifests": []}), "missing field"),
-    ] {
-        let digest = place.fake.tag("found", &found);
-        // The newest one, and others that are no lists.
-        let entry = |digest: &str, kind: &str, created: &str| json!({"digest": format!("sha256:{digest}"), "artifactType": kind, "annotations": {"ferry.created": created}});
-        let zeros = "0".repeat(64);
-        let entries = json!({"manifests": [entry(&zeros, kind, "7"), entry(&digest, kind, "1000"),
-            entry(&zeros, kind, "x"), entry(&zeros, "other", "2000"), {"digest": "no digest"}]});
-        place.fake.tag(&format!("sha256-{manifest}"), &entries);
-        let error = taken().unwrap_err().to_string();
-        assert!(error.contains(expected), "{error}, not {expected}");
-        assert_eq!(fs::read(list_beside(&image)).unwrap(), b"/a\n", "it stays");
-    }
-    for index in [json!([]), json!({"manifests": 1})] {
-        place.fake.tag(&format!("sha256-{manifest}"), &index);
-        assert!(taken().is_err());
-    }
 }

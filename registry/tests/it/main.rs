@@ -16,3 +16,4 @@ mod hosts;
 mod layers;
 mod lazy;
 mod parallel;
+mod referrers;

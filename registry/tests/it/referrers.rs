@@ -1,0 +1,306 @@
+//! What is stored beside container images: converted images, lists of files to fetch first; and what a snapshotter asks for.
+
+use crate::common::{self, Fake, ONCE, Reply, Request, sha256};
+use crate::layers::{INDEX, MANIFEST, Place, is_layer, is_right, layers, noise};
+use crate::toc_layers::{Format, Writer};
+
+use std::fs;
+use std::sync::Arc;
+
+use ferry_image::{Digest, Image, Objects, Store};
+use ferry_registry::{
+    Client, LIST_BYTES_MAX, LazyOptions, Options, PullOptions, Reference, Remote, convert, list_beside, pull_lazily,
+    pull_trace, push_trace,
+};
+use ferry_vfs::Name;
+use serde_json::{Value, json};
+
+#[test]
+fn converted_images_are_found_beside_the_original() {
+    for lists_referrers in [true, false] {
+        let place = Place::new(layers(Format::Estargz));
+        if lists_referrers {
+            place.fake.list_referrers();
+        }
+        let signature = json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": [
+            {"mediaType": MANIFEST, "digest": format!("sha256:{}", "5".repeat(64)), "size": 1, "artifactType": "a/signature"}]});
+        let original = place.fake.tagged("1").unwrap();
+        let subject = sha256(original.to_string().as_bytes());
+        let tag = format!("sha256-{subject}");
+        if !lists_referrers {
+            place.fake.tag(&tag, &signature);
+        }
+        let convert = |name: &str| {
+            drop(Store::create(&place.at(name)).unwrap());
+            convert(&place.fake.remote(), &place.at(&format!("{name}.img")), &place.at(name), 2, &|_, _| {}).unwrap()
+        };
+        let first = convert("first");
+        assert_eq!(first.subject.to_string(), subject);
+        assert!(first.sent_bytes.is_some_and(|bytes| bytes > 2_000_000), "{first:?}");
+        assert_eq!(place.fake.tagged("1").unwrap(), original, "the original stays");
+        let list = place.fake.tagged(&tag).filter(|_| !lists_referrers);
+        if let Some(list) = &list {
+            assert_eq!(list["manifests"][0], signature["manifests"][0], "what others have added stays");
+            assert_eq!(list["manifests"][1]["digest"], format!("sha256:{}", first.manifest));
+        } else {
+            assert!(lists_referrers && place.fake.tagged(&tag).is_none());
+        }
+        // Once more: nothing is pulled.
+        place.fake.requests();
+        let second = convert("second");
+        assert_eq!((second.digest, second.manifest, second.sent_bytes), (first.digest, first.manifest, None));
+        assert!(!place.at("second.img").exists());
+        assert!(!place.fake.requests().iter().any(Request::is_blob));
+        // With the digest, the converted image is mounted; without it, the original is.
+        let source = place.open(&place.fake.remote(), "by-digest", Some(first.digest)).unwrap();
+        is_right(&source);
+        assert_eq!(source.image().tree(), Some(first.digest));
+        let layer = is_layer(&place);
+        assert!(!place.fake.requests().iter().any(layer), "no layer is needed");
+        let source = place.open(&place.fake.remote(), "by-name", None).unwrap();
+        is_right(&source);
+        assert_eq!(source.image().tree(), None);
+        let options = PullOptions { digest: Some(first.digest), ..PullOptions::default() };
+        place.fake.requests();
+        assert_eq!(place.pull("pulled", &options).unwrap().digest, first.digest);
+        let layer = is_layer(&place);
+        assert!(!place.fake.requests().iter().any(layer), "no layer is needed");
+        let image = Image::open(&place.at("pulled.img"), None).unwrap();
+        Objects::open(&image, &place.at("pulled")).unwrap().verify_all().unwrap();
+    }
+}
+
+/// A mirror's list may be old or forged, and nothing proves a list.
+#[test]
+fn lists_of_referrers_are_the_registrys_own() {
+    let place = Place::new(layers(Format::Estargz));
+    let mirror = Fake::start();
+    let hosts = place.at("certs.d");
+    fs::create_dir_all(hosts.join("registry.invalid")).unwrap();
+    let text = format!("server = \"http://{}\"\n[host.\"http://{}\"]\n", place.fake.address, mirror.address);
+    fs::write(hosts.join("registry.invalid/hosts.toml"), text).unwrap();
+    let remote = || {
+        let options = Options { hosts: vec![hosts.clone()], limits: ONCE, ..Options::default() };
+        Arc::new(Remote::open(&"oci:registry.invalid/a/b:1".parse().unwrap(), Client::new(options)).unwrap())
+    };
+    let tag = format!("sha256-{}", sha256(place.fake.tagged("1").unwrap().to_string().as_bytes()));
+    let list = |entries: &[Value]| json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": entries});
+    let signature = json!({"mediaType": MANIFEST, "digest": format!("sha256:{}", "5".repeat(64)), "size": 1,
+        "artifactType": "a/signature"});
+    place.fake.tag(&tag, &list(std::slice::from_ref(&signature)));
+    mirror.tag(&tag, &list(&[]));
+    let _held = Store::create(&place.at("own")).unwrap();
+    let converted = convert(&remote(), &place.at("own.img"), &place.at("own"), 2, &|_, _| {}).unwrap();
+    let kept = place.fake.tagged(&tag).unwrap();
+    assert_eq!(kept["manifests"][0], signature, "the list of the registry is added to");
+    assert_eq!(kept["manifests"][1]["digest"], format!("sha256:{}", converted.manifest));
+    let lazily = LazyOptions { trusts_converted: true, ..LazyOptions::default() };
+    drop(Store::create(&place.at("store")).unwrap());
+    let (image, _) = pull_lazily(&remote(), &place.at("image"), &place.at("store"), lazily).unwrap();
+    assert!(image.from.ends_with(&format!("@sha256:{}", converted.manifest)), "{}", image.from);
+    let asked = mirror.requests();
+    assert!(!asked.is_empty(), "it is a mirror");
+    assert!(!asked.iter().any(|request| request.path.contains("/referrers/") || request.path.ends_with(&tag)));
+}
+
+/// A registry that takes the tag of the list for the digest of the original, which has no referrers then.
+#[test]
+fn the_original_is_not_taken_for_its_list_of_referrers() {
+    let place = Place::new(layers(Format::Estargz));
+    let original = place.fake.tagged("1").unwrap();
+    let subject = sha256(original.to_string().as_bytes());
+    let bytes = original.to_string();
+    let path = format!("/manifests/sha256-{subject}");
+    place.fake.fault(move |request, reply| {
+        if request.method == "GET" && request.path.ends_with(&path) { Reply::of(200, bytes.clone()) } else { reply }
+    });
+    let wrong = Digest::new(ferry_image::Algorithm::Tree, [3; 32]);
+    let options = PullOptions { digest: Some(wrong), ..PullOptions::default() };
+    let said = place.pull("pulled", &options).unwrap_err().to_string();
+    assert!(said.contains("the image has the digest"), "{said}");
+}
+
+/// A list of referrers that is none is an error, and so is what another writer leaves of it.
+#[test]
+fn lists_of_referrers_that_are_wrong_are_refused() {
+    let place = Place::new(layers(Format::Estargz));
+    let subject = sha256(place.fake.tagged("1").unwrap().to_string().as_bytes());
+    drop(Store::create(&place.at("store")).unwrap());
+    let convert = || convert(&place.fake.remote(), &place.at("image"), &place.at("store"), 2, &|_, _| {});
+    place.fake.tag(&format!("sha256-{subject}"), &json!({"manifests": 1}));
+    let said = convert().unwrap_err().to_string();
+    assert!(said.contains("its list of referrers"), "{said}");
+    place.fake.tag(&format!("sha256-{subject}"), &json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": []}));
+    // Another writer always wins.
+    let tag = format!("/manifests/sha256-{subject}");
+    place.fake.fault(move |request, reply| {
+        let is_list = request.method == "GET" && request.path.ends_with(&tag);
+        if is_list {
+            Reply::of(200, json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": []}).to_string())
+        } else {
+            reply
+        }
+    });
+    let said = convert().unwrap_err().to_string();
+    assert!(said.contains("others change it at the same time"), "{said}");
+    place.fake.heal();
+    // An image of Ferry is nothing to convert.
+    let images = common::Place::new();
+    let said = ferry_registry::convert(&images.fake.remote(), &place.at("i"), &place.at("store"), 1, &|_, _| {});
+    let said = said.unwrap_err().to_string();
+    assert!(said.contains("an image of Ferry already"), "{said}");
+}
+
+/// What a snapshotter asks for: as many layers as have tables, exactly some, or the converted image.
+#[test]
+fn as_many_layers_as_have_tables_are_read_before_they_are_here() {
+    let mut all = layers(Format::Estargz);
+    let mut plain = Writer::new(Format::Estargz, &[4 << 20]);
+    plain.file("top", &noise(102, 5000));
+    let mut plain = plain.finish();
+    plain.annotations.clear();
+    all.push(plain);
+    let place = Place::new(all);
+    let get = |name: &str, options: LazyOptions| {
+        drop(Store::create(&place.at(name)).unwrap());
+        let image = place.at(&format!("{name}.img"));
+        pull_lazily(&place.fake.remote(), &image, &place.at(name), options).map(|(image, _)| image)
+    };
+    let names = |name: &str| {
+        let image = Image::open(&place.at(&format!("{name}.img")), None).unwrap();
+        ["0", "29", "above", "top"].map(|file| {
+            let root = image.inode(image.root()).unwrap();
+            image.lookup(&root, Name::new(file.as_bytes()).unwrap()).unwrap().is_some()
+        })
+    };
+    let image = get("two", LazyOptions::default()).unwrap();
+    assert_eq!((image.covers, image.layers.len(), image.packs.len()), (2, 3, 2));
+    assert_eq!(image.layers[2].table, None);
+    assert_eq!(image.layers[1].table.as_ref(), place.layers[1].annotations.values().next());
+    assert_eq!(names("two"), [true, false, true, false]);
+    let manifest = sha256(place.fake.tagged("1").unwrap().to_string().as_bytes());
+    assert!(image.from.ends_with(&format!("/a/b@sha256:{manifest}")), "{}", image.from);
+    let only = |layers| LazyOptions { layers: Some(layers), trusts_converted: true, trusts_trace: false };
+    let layer = is_layer(&place);
+    assert_eq!(get("one", only(1)).unwrap().covers, 1);
+    assert_eq!(names("one"), [true, true, false, false]);
+    // One of them has no table: they are pulled.
+    place.fake.requests();
+    assert_eq!(get("three", only(3)).unwrap().covers, 3);
+    assert_eq!(names("three"), [true, false, true, true]);
+    assert!(place.fake.requests().iter().any(&layer));
+    Objects::open(&Image::open(&place.at("three.img"), None).unwrap(), &place.at("three"))
+        .unwrap()
+        .verify_all()
+        .unwrap();
+    for layers in [0, 4] {
+        let error = get("none", only(layers)).unwrap_err().to_string();
+        assert!(error.contains("it has 3 layers"), "{error}");
+    }
+    // The converted image has all layers; nobody takes it who does not trust it.
+    let _held = Store::create(&place.at("own")).unwrap();
+    convert(&place.fake.remote(), &place.at("own.img"), &place.at("own"), 2, &|_, _| {}).unwrap();
+    let trusting = LazyOptions { layers: None, trusts_converted: true, trusts_trace: true };
+    let manifest = image.container.rsplit_once(':').unwrap().1.to_owned();
+    let tag = format!("sha256-{manifest}");
+    let right = place.fake.tagged(&tag).unwrap();
+    let first = right["manifests"][0]["annotations"]["ferry.first"].as_str().unwrap().to_owned();
+    for (name, first) in [("converted", first.clone()), ("wrong", format!("{}:1,x", "0".repeat(64)))] {
+        let mut list = right.clone();
+        list["manifests"][0]["annotations"]["ferry.first"] = json!(first);
+        place.fake.tag(&tag, &list);
+        place.fake.requests();
+        let image = get(name, trusting).unwrap();
+        assert_eq!((image.covers, image.layers.len()), (3, 3), "{name}");
+        // What is fetched together with the manifest is not fetched again.
+        let asked: Vec<_> = place.fake.requests().into_iter().map(|request| request.path).collect();
+        let blobs = asked.iter().filter(|path| path.contains("/blobs/") && !path.contains(&"0".repeat(64)));
+        let mut blobs: Vec<_> = blobs.collect();
+        let all = blobs.len();
+        blobs.sort_unstable();
+        blobs.dedup();
+        assert!(all == blobs.len() && all >= 2, "{name}: {asked:?}");
+    }
+    place.fake.tag(&tag, &right);
+    push_trace(&place.fake.remote(), None, b"/top\n").unwrap();
+    let image = get("traced", trusting).unwrap();
+    assert_eq!(fs::read(list_beside(&place.at("traced.img"))).unwrap(), b"/top\n");
+    assert!(!list_beside(&place.at("converted.img")).exists());
+    assert_ne!(image.from, image.container);
+    for name in ["converted", "wrong", "traced"] {
+        assert_eq!(names(name), [true, false, true, true], "{name}");
+    }
+    assert_eq!(get("again", LazyOptions::default()).unwrap().covers, 2);
+}
+
+/// Lower layers of which one has no table are pulled without those above.
+#[test]
+fn lower_layers_without_tables_are_pulled_alone() {
+    let mut all = layers(Format::Estargz);
+    all.iter_mut().for_each(|layer| layer.annotations.clear());
+    let place = Place::new(all);
+    drop(Store::create(&place.at("store")).unwrap());
+    let get = |options| {
+        let pulled = pull_lazily(&place.fake.remote(), &place.at("image"), &place.at("store"), options);
+        pulled.map(|(image, _)| image)
+    };
+    let error = get(LazyOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("layer 1 of 2: it has no table of contents that its manifest proves"), "{error}");
+    place.fake.requests();
+    assert_eq!(get(LazyOptions { layers: Some(1), ..LazyOptions::default() }).unwrap().covers, 1);
+    let upper = sha256(&place.layers[1].blob);
+    assert!(!place.fake.requests().iter().any(|request| request.path.ends_with(&upper)));
+    let image = Image::open(&place.at("image"), None).unwrap();
+    Objects::open(&image, &place.at("store")).unwrap().verify_all().unwrap();
+    let root = image.inode(image.root()).unwrap();
+    assert!(image.lookup(&root, Name::new(b"29").unwrap()).unwrap().is_some(), "the upper layer hides it");
+}
+
+/// Anybody who may write to the repository may store such a list.
+#[test]
+fn lists_that_are_wrong_are_not_taken() {
+    let place = Place::new(layers(Format::Estargz));
+    let remote = place.fake.remote();
+    let image = place.at("image");
+    let manifest = sha256(place.manifest().to_string().as_bytes());
+    let container: Reference = format!("oci:{}/a/b@sha256:{manifest}", place.fake.address).parse().unwrap();
+    let taken = || pull_trace(&remote, &container, &image);
+    assert!(!taken().unwrap(), "there is none");
+    let long = vec![b'/'; usize::try_from(LIST_BYTES_MAX).unwrap() + 1];
+    let error = push_trace(&remote, None, &long).unwrap_err().to_string();
+    assert!(error.contains("the maximum is 4194304"), "{error}");
+    let error = push_trace(&remote, Some(&"0".repeat(64)), b"/a\n").unwrap_err().to_string();
+    assert!(error.contains("the container's is sha256:000"), "{error}");
+    push_trace(&remote, Some(&manifest), b"/a\n").unwrap();
+    assert!(taken().unwrap());
+    assert_eq!(fs::read(list_beside(&image)).unwrap(), b"/a\n");
+    let kind = "application/vnd.ferry.trace.v1";
+    let blob = |size: u64| json!({"mediaType": kind, "digest": format!("sha256:{}", sha256(b"/a\n")), "size": size});
+    let subject = |digits: &str| json!({"mediaType": MANIFEST, "digest": format!("sha256:{digits}"), "size": 1});
+    let (own, other) = (subject(&manifest), subject(&"1".repeat(64)));
+    for (found, expected) in [
+        (json!({"layers": [blob(3)], "subject": other}), "it is of another image"),
+        (json!({"layers": [blob(3)]}), "it is of another image"),
+        (json!({"layers": [], "subject": own}), "it is not a trace list"),
+        (json!({"layers": [{"digest": "sha256:1"}], "subject": own}), "it is not a trace list"),
+        (json!({"layers": [blob(5 << 30)], "subject": own}), "the maximum is 4194304"),
+        (json!({"layers": [blob(2)], "subject": own}), "came damaged"),
+        (json!({"layers": "x", "subject": own}), "invalid type"),
+        (json!({"manifests": []}), "missing field"),
+    ] {
+        let digest = place.fake.tag("found", &found);
+        // The newest one, and others that are no lists.
+        let entry = |digest: &str, kind: &str, created: &str| json!({"digest": format!("sha256:{digest}"), "artifactType": kind, "annotations": {"ferry.created": created}});
+        let zeros = "0".repeat(64);
+        let entries = json!({"manifests": [entry(&zeros, kind, "7"), entry(&digest, kind, "1000"),
+            entry(&zeros, kind, "x"), entry(&zeros, "other", "2000"), {"digest": "no digest"}]});
+        place.fake.tag(&format!("sha256-{manifest}"), &entries);
+        let error = taken().unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}, not {expected}");
+        assert_eq!(fs::read(list_beside(&image)).unwrap(), b"/a\n", "it stays");
+    }
+    for index in [json!([]), json!({"manifests": 1})] {
+        place.fake.tag(&format!("sha256-{manifest}"), &index);
+        assert!(taken().is_err());
+    }
+}
