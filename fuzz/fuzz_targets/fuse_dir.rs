@@ -1,6 +1,7 @@
 //! Directory listings: what parses, written again within the same limit, parses to the same.
 #![no_main]
 
+use ferry_driver::fuse::{DirEntries, DirEntry};
 use ferry_vfs::DirOutput;
 use ferry_wire::fuse::*;
 use libfuzzer_sys::fuzz_target;

@@ -1,6 +1,7 @@
 //! Replies: what decodes is the same again after another round trip.
 #![no_main]
 
+use ferry_driver::fuse::{ReplyKind, decode_reply};
 use ferry_wire::fuse::*;
 use libfuzzer_sys::fuzz_target;
 
@@ -34,14 +35,14 @@ fuzz_target!(|bytes: &[u8]| {
         message[..4].copy_from_slice(&len.to_le_bytes());
     }
     let session = Negotiated { flags: InitFlags::ALL, ..Negotiated::BEFORE_INIT };
-    match Reply::decode(kind, &message) {
+    match decode_reply(kind, &message) {
         Ok((unique, Ok(reply))) => {
             let mut head = [0; REPLY_HEAD_BYTES_MAX];
             let again = [reply.encode(unique, &session, &mut head), reply.payload()].concat();
-            assert_eq!(Reply::decode(kind, &again), Ok((unique, Ok(reply))));
+            assert_eq!(decode_reply(kind, &again), Ok((unique, Ok(reply))));
         }
         Ok((unique, Err(errno))) => {
-            assert_eq!(Reply::decode(kind, &encode_error(unique, errno)), Ok((unique, Err(errno))));
+            assert_eq!(decode_reply(kind, &encode_error(unique, errno)), Ok((unique, Err(errno))));
         }
         Err(flaw) => {
             let _ = flaw.to_string();

@@ -49,10 +49,10 @@ impl Server {
         if let Some(active) = self.active.take() {
             active.end(&mut self.recorder, operation, outcome);
         }
-        match (served, operation.reply_kind()) {
-            (Ok(served), _) => served,
-            (Err(errno), Some(_)) => ServeOutcome::Reply(reply::write_error(carrier, cx.unique, errno)),
-            (Err(_), None) => ServeOutcome::NoReply,
+        match served {
+            Ok(served) => served,
+            Err(errno) if operation.wants_reply() => ServeOutcome::Reply(reply::write_error(carrier, cx.unique, errno)),
+            Err(_) => ServeOutcome::NoReply,
         }
     }
 

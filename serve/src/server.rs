@@ -198,9 +198,9 @@ impl Server {
                 let caller = Caller { session: session.id(), uid, gid, pid, groups };
                 self.serve_with_replay(&Context { caller, session, ino, unique, security }, &operation, carrier)
             }
-            (Ok(request), None) => match request.operation.reply_kind() {
-                Some(_) => ServeOutcome::Reply(reply::write_error(carrier, request.unique, Errno::NOTCONN)),
-                None => ServeOutcome::NoReply,
+            (Ok(request), None) => match request.operation.wants_reply() {
+                true => ServeOutcome::Reply(reply::write_error(carrier, request.unique, Errno::NOTCONN)),
+                false => ServeOutcome::NoReply,
             },
         }
     }

@@ -1,5 +1,5 @@
-//! Codecs of the protocols of Ferry's exports: they decode requests and encode replies, and the reverse for tests and
-//! drivers.
+//! Codecs of the protocols of Ferry's exports: they decode requests and encode replies. For 9P also the reverse, for the
+//! client in `ferry-9p-client`.
 //!
 //! Codecs do no I/O, hold no state, do not allocate when decoding requests, and accept any input. The result is a
 //! request whose parts are valid by construction (a [`ferry_vfs::Name`] is a valid name, a range does not wrap around),
@@ -8,20 +8,19 @@
 //! # Serving one FUSE request
 //!
 //! ```
-//! use ferry_vfs::{Attr, Entry, Errno, Ino, Name};
+//! use ferry_vfs::{Attr, Entry, Errno, Ino};
+//! use ferry_wire::fuse::abi::InHeader;
 //! use ferry_wire::fuse::*;
+//! use zerocopy::IntoBytes;
 //!
 //! // The session begins with INIT: the client offers features, the server accepts some.
 //! let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags: InitFlags::ALL };
 //! let wanted = InitOptions { flags: InitFlags::SUBMOUNTS | InitFlags::ASYNC_READ, ..InitOptions::default() };
 //! let InitOutcome::Ready(session, _init_out) = negotiate(&offer, &wanted)? else { unreachable!("same major") };
 //!
-//! // A request as the client encodes it; a server reads the bytes from its queue.
-//! let operation = Operation::Lookup { name: Name::new(b"hello")? };
-//! let extensions = Extensions::default();
-//! let request = Request { unique: 2, ino: Ino::ROOT, uid: 1000, gid: 1000, pid: 1, extensions, operation };
-//! let mut message = Vec::new();
-//! request.encode(&session, &mut message);
+//! // A request as the client sends it; a server reads the bytes from its queue.
+//! let header = InHeader { len: 46, opcode: Opcode::Lookup.as_raw(), unique: 2, nodeid: 1, ..InHeader::ZERO };
+//! let message = [header.as_bytes(), b"hello\0"].concat();
 //!
 //! // Serve it. The head is written in place; payload would follow without a copy.
 //! let mut head = [0; REPLY_HEAD_BYTES_MAX];
@@ -37,9 +36,9 @@
 //!     },
 //! };
 //!
-//! // What the client reads.
-//! let (unique, reply) = Reply::decode(ReplyKind::Entry, &reply)?;
-//! assert!(unique == 2 && matches!(reply, Ok(Reply::Entry { entry, .. }) if entry.ino == Ino(2)));
+//! // What the client reads: the length, no error, and the number of the request; then the inode.
+//! assert_eq!(reply.len(), 144);
+//! assert_eq!(reply[..24], [144_u64, 2, 2].map(u64::to_le_bytes).concat());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![forbid(unsafe_code)]

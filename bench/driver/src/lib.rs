@@ -5,6 +5,7 @@
 //!   [`Driver::lookup`], [`Driver::read`] or [`Driver::setlk`] are one request each.
 //! * [`Driver::send`] and [`Driver::receive`], [`Driver::call`]: any request, with a later reply, or typed by
 //!   `ferry-wire`.
+//! * [`mod@fuse`]: the client's side of the FUSE codec, for tests that have no device, too.
 //! * [`Queue`]: raw buffers, several requests in flight, [`Queue::poll`] and [`Queue::wait`].
 //! * [`ring`] and [`memory`]: bare descriptors and ring entries, to publish invalid ones, too.
 //! * [`load`]: load at full speed on a file or a disk, and its costs for the server.
@@ -28,6 +29,7 @@
 mod driver;
 mod error;
 mod frontend;
+pub mod fuse;
 pub mod hostile;
 pub mod load;
 pub mod measure;

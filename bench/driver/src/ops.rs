@@ -6,15 +6,16 @@
 #![allow(clippy::missing_errors_doc, reason = "the same for all; see the module's page")]
 
 use ferry_vfs::{Entry, FileType};
+use ferry_wire::fuse::Negotiated;
 use ferry_wire::fuse::abi::{
     self, AccessIn, AttrOut, BatchForgetIn, CopyFileRangeIn, CreateIn, EntryOut, FallocateIn, FileLock, FlushIn,
     ForgetIn, ForgetOne, FsyncIn, GetattrIn, GetxattrIn, InitFlags, InitIn, InitOut, Kstatfs, LinkIn, LkIn, LkOut,
     LseekIn, LseekOut, MkdirIn, MknodIn, Opcode, OpenIn, OpenOut, ReadIn, ReleaseIn, Rename2In, SetattrIn, SetxattrIn,
     StatxIn, StatxOut, SyncfsIn, WriteIn, WriteOut,
 };
-use ferry_wire::fuse::{DirEntries, DirEntry, Negotiated};
 use zerocopy::IntoBytes;
 
+use crate::fuse::{DirEntries, DirEntry};
 use crate::session::parse;
 use crate::{Driver, Error, Result, Ticket};
 

@@ -1,9 +1,10 @@
 //! FUSE requests over a queue, and their replies.
 
 use ferry_wire::fuse::abi::{InHeader, Opcode, OutHeader};
-use ferry_wire::fuse::{Reply, ReplyKind, Request};
+use ferry_wire::fuse::{Reply, Request};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::fuse::{ReplyKind, decode_reply, encode, reply_kind};
 use crate::queue::{Completion, Ticket};
 use crate::{Driver, Error, Result};
 
@@ -156,7 +157,7 @@ impl TypedReply {
     /// # Errors
     /// [`Error::Errno`] for an error reply, [`Error::BadReply`] when it is none of the kind that the request asks for.
     pub fn get(&self) -> Result<Reply<'_>> {
-        let decoded = Reply::decode(self.kind, &self.bytes).map_err(|flaw| Error::BadReply(flaw.to_string()))?;
+        let decoded = decode_reply(self.kind, &self.bytes).map_err(|flaw| Error::BadReply(flaw.to_string()))?;
         decoded.1.map_err(|errno| Error::Errno(errno.raw_os_error()))
     }
 
@@ -184,10 +185,10 @@ impl Driver {
         let queue = self.queue(queue);
         let request = Request { unique: queue.peek_unique(), ..*request };
         let mut bytes = Vec::new();
-        request.encode(&negotiated, &mut bytes);
+        encode(&request, &negotiated, &mut bytes);
         let (head, args) = bytes.split_at(size_of::<InHeader>());
         let out: Vec<&[u8]> = [head, args, data].into_iter().filter(|piece| !piece.is_empty()).collect();
-        let kind = request.operation.reply_kind();
+        let kind = reply_kind(&request.operation);
         let room = [size_of::<OutHeader>(), reply];
         let room = match (kind, reply) {
             (None, _) => &[][..],

@@ -154,7 +154,7 @@ impl Server {
                 false => ServeOutcome::Reply(carrier.write_at(0, &reply)),
             };
         }
-        if is_begun && operation.reply_kind().is_none() {
+        if is_begun && !operation.wants_reply() {
             // A leaked reference is better than one that is released twice.
             journal.done(&[]);
             return ServeOutcome::NoReply;

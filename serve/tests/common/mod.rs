@@ -5,15 +5,14 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Arc, mpsc};
 
+use ferry_driver::fuse::{ReplyKind, decode_reply, encode};
 use ferry_engine::Operation as Movement;
 use ferry_serve::{
     Carrier, FuseCarrier, HEADER_BYTES, ReplyBuffer, ServeOutcome, Server, SessionSlot, Share, ShareOptions,
     TransferRequest,
 };
 use ferry_vfs::{Errno, FileSystem, Ino};
-use ferry_wire::fuse::{
-    Extensions, InitFlags, InitRequest, Negotiated, Operation, Reply, ReplyKind, Request, SecurityContexts,
-};
+use ferry_wire::fuse::{Extensions, InitFlags, InitRequest, Negotiated, Operation, Request, SecurityContexts};
 
 pub struct Message {
     pub request: Vec<u8>,
@@ -202,7 +201,7 @@ impl Client {
         let request =
             Request { unique: self.unique, ino, uid: self.uid, gid: self.gid, pid: self.pid, extensions, operation };
         let mut bytes = Vec::new();
-        request.encode(&self.negotiated, &mut bytes);
+        encode(&request, &self.negotiated, &mut bytes);
         bytes.extend_from_slice(data);
         let mut message = Message {
             request: bytes,
@@ -230,7 +229,7 @@ impl Client {
 
 /// Takes a reply apart; its header must be sound.
 pub fn answer(unique: u64, reply: &[u8]) -> Answer {
-    let (decoded, outcome) = Reply::decode(ReplyKind::Bytes, reply).expect("a sound header");
+    let (decoded, outcome) = decode_reply(ReplyKind::Bytes, reply).expect("a sound header");
     assert_eq!(decoded, unique);
     outcome.map_or_else(Answer::Error, |_| Answer::Reply(reply[HEADER_BYTES..].to_vec()))
 }

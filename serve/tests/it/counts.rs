@@ -5,6 +5,7 @@ use crate::common;
 use std::sync::{Arc, Mutex, mpsc};
 
 use common::Message;
+use ferry_driver::fuse::encode;
 use ferry_engine::metrics::Snapshot;
 use ferry_serve::{Server, SessionSlot, Share, ShareOptions, Usage};
 use ferry_vfs::*;
@@ -65,7 +66,7 @@ impl Sender {
         let (unique, extensions) = (self.unique, Extensions::default());
         let request = Request { unique, ino: FILE, uid: 0, gid: 0, pid: 1, extensions, operation };
         let mut bytes = Vec::new();
-        request.encode(&negotiated, &mut bytes);
+        encode(&request, &negotiated, &mut bytes);
         self.send(bytes);
     }
 

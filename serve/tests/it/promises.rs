@@ -8,9 +8,10 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
 use common::{Answer, Client};
+use ferry_driver::fuse::{ReplyKind, decode_reply};
 use ferry_serve::{Acl, Backings, Cache, SessionSlot, ShareOptions};
 use ferry_vfs::*;
-use ferry_wire::fuse::{InitFlags, LockRequest, OpenFlags, Operation, Release, Reply, ReplyKind};
+use ferry_wire::fuse::{InitFlags, LockRequest, OpenFlags, Operation, Release, Reply};
 
 const FILE: Ino = Ino(2);
 /// `O_DSYNC` as Linux sends it; rustix's constant of that name has the bits of `O_SYNC`.
@@ -277,7 +278,7 @@ fn open(client: &mut Client, flags: OFlags) -> (Handle, OpenFlags, i32) {
     let mut message = u32::to_le_bytes(16 + 16).to_vec();
     message.extend_from_slice(&[0; 12]);
     message.extend_from_slice(&reply);
-    let Ok((_, Ok(Reply::Open(opened)))) = Reply::decode(ReplyKind::Open, &message) else { panic!("no reply") };
+    let Ok((_, Ok(Reply::Open(opened)))) = decode_reply(ReplyKind::Open, &message) else { panic!("no reply") };
     (opened.handle, opened.flags, opened.backing_id)
 }
 

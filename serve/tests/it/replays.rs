@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use common::{Answer, Client};
+use ferry_driver::fuse::append_security_context;
 use ferry_serve::{Acl, Server, SessionSlot, Share, ShareOptions};
 use ferry_state::{Folder, Geometry, KeeperConnection, SessionStore};
 use ferry_vfs::*;
-use ferry_wire::fuse::{Operation, SecurityContexts};
+use ferry_wire::fuse::Operation;
 
 const REGULAR: u32 = 0o100_000;
 const LABEL: (&[u8], &[u8]) = (b"security.label", b"of a kind");
@@ -257,7 +258,7 @@ fn a_name_that_is_still_there_is_taken_away() {
 #[test]
 fn what_was_made_gets_the_label_that_it_had_not_yet() {
     let mut contexts = Vec::new();
-    SecurityContexts::append(&mut contexts, LABEL.0, LABEL.1);
+    append_security_context(&mut contexts, LABEL.0, LABEL.1);
     let tree = Arc::new(Tree::default());
     let operation = Operation::Mkdir { name: name(b"dir"), new: CreateArgs { mode: 0o755, umask: 0, rdev: 0 } };
     let answer = asked_again(&tree, &contexts, operation, || assert!(tree.get(b"dir").unwrap().label.is_empty()));

@@ -9,9 +9,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{Answer, Client};
+use ferry_driver::fuse::{DirEntries, ReplyKind, decode_reply, reply_kind};
 use ferry_serve::{Backings, Cache, HEADER_BYTES, SessionSlot, ShareOptions};
 use ferry_vfs::*;
-use ferry_wire::fuse::{DirEntries, InitFlags, OpenFlags, OpenReply, Operation, Release, Reply, ReplyKind, Timeouts};
+use ferry_wire::fuse::{InitFlags, OpenFlags, OpenReply, Operation, Release, Reply, Timeouts};
 
 const FILE: Ino = Ino(2);
 const REGULAR: u32 = 0o100_000;
@@ -114,7 +115,7 @@ fn client(one: &Arc<One>, passes: bool) -> Client {
 
 /// How long what an answer tells of attributes holds, and what was opened.
 fn told(client: &mut Client, ino: Ino, operation: Operation<'_>) -> (Vec<Duration>, Option<OpenReply>) {
-    let kind = operation.reply_kind().unwrap();
+    let kind = reply_kind(&operation).unwrap();
     let Answer::Reply(body) = client.ask(ino, operation) else { panic!("refused") };
     if kind == ReplyKind::Bytes {
         let entries = DirEntries::new(&body, true).map(|entry| entry.unwrap().entry.unwrap().1.attr);
@@ -123,7 +124,7 @@ fn told(client: &mut Client, ino: Ino, operation: Operation<'_>) -> (Vec<Duratio
     let mut message = u32::try_from(HEADER_BYTES + body.len()).unwrap().to_le_bytes().to_vec();
     message.extend_from_slice(&[0; HEADER_BYTES - 4]);
     message.extend_from_slice(&body);
-    match Reply::decode(kind, &message).unwrap().1.unwrap() {
+    match decode_reply(kind, &message).unwrap().1.unwrap() {
         Reply::Entry { timeouts: Timeouts { attr, .. }, .. } => (vec![attr], None),
         Reply::Created { timeouts: Timeouts { attr, .. }, opened, .. } => (vec![attr], Some(opened)),
         Reply::Attr { timeout, .. } | Reply::Statx { timeout, .. } => (vec![timeout], None),

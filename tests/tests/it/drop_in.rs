@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use ferry_driver::fuse::append_security_context;
 use ferry_driver::{Config, Driver, INIT_FLAGS};
 use ferry_isolation::Capabilities;
 use ferry_tests::inside::InnerProcess;
@@ -487,7 +488,7 @@ fn created_files_have_their_label_or_fail() {
     let served = start("auto");
     let mut driver = connect(&served);
     let mut contexts = Vec::new();
-    SecurityContexts::append(&mut contexts, LABEL.0, LABEL.1);
+    append_security_context(&mut contexts, LABEL.0, LABEL.1);
     let security = SecurityContexts::parse(&contexts, 1).unwrap();
     let extensions = Extensions { security, ..Extensions::default() };
     let made = |driver: &mut Driver, operation: Operation<'_>| {

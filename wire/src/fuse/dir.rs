@@ -7,9 +7,7 @@ use zerocopy::IntoBytes;
 
 use super::abi::{Attr, Dirent, EntryOut};
 use super::reply::entry_out;
-use super::reply_decode::entry;
 use super::{Negotiated, Timeouts};
-use crate::body::{Body, FieldError, ensure};
 use crate::dirent;
 
 /// The alignment of every entry in bytes (`FUSE_DIRENT_ALIGN`).
@@ -114,69 +112,5 @@ impl DirOutput for DirWriter<'_> {
         self.out.extend_from_slice(dirent.as_bytes());
         self.out.extend_from_slice(item.name);
         self.out.resize(begin + (self.out.len() - begin).next_multiple_of(ALIGN), 0);
-    }
-}
-
-/// One entry of a listing, as the client sees it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DirEntry<'a> {
-    /// Name, type, number, and the offset of the next entry.
-    pub item: DirItem<'a>,
-    /// The entry of a READDIRPLUS, its timeouts, and whether to use DAX; `None` for `.` and `..`.
-    pub entry: Option<(Entry, Timeouts, bool)>,
-}
-
-/// A malformed listing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("malformed FUSE directory listing: {reason}")]
-pub struct DirDecodeError {
-    /// What was wrong.
-    pub reason: &'static str,
-}
-
-/// Decodes a listing for the client. Ends after the first error.
-#[derive(Clone, Debug)]
-pub struct DirEntries<'a> {
-    body: Body<'a>,
-    plus: bool,
-}
-
-impl<'a> DirEntries<'a> {
-    /// Creates an iterator over the reply to READDIR, or to READDIRPLUS with `plus`.
-    pub fn new(bytes: &'a [u8], plus: bool) -> Self {
-        Self { body: Body(bytes), plus }
-    }
-
-    fn entry(&mut self) -> Result<DirEntry<'a>, FieldError> {
-        let before = self.body.0.len();
-        let entry_out: Option<EntryOut> = if self.plus { Some(self.body.take()?) } else { None };
-        let dirent: Dirent = self.body.take()?;
-        let name = self.body.bytes(dirent.namelen as usize)?;
-        ensure(!name.is_empty() && !name.iter().any(|byte| matches!(byte, b'/' | 0)), "not a name")?;
-        let used = before - self.body.0.len();
-        self.body.bytes(used.next_multiple_of(ALIGN) - used)?;
-        let kind = u8::try_from(dirent.kind).ok().filter(|kind| *kind < 16);
-        let kind = dirent::to_file_type(kind.ok_or(FieldError::invalid("an unknown file type"))?);
-        let item = DirItem { ino: dirent.ino, next: dirent.off, kind, name };
-        let entry = match entry_out {
-            Some(out) if out.nodeid != 0 => Some(entry(&out)?),
-            _ => None,
-        };
-        Ok(DirEntry { item, entry })
-    }
-}
-
-impl<'a> Iterator for DirEntries<'a> {
-    type Item = Result<DirEntry<'a>, DirDecodeError>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        if self.body.0.is_empty() {
-            return None;
-        }
-        let entry = self.entry();
-        if entry.is_err() {
-            self.body.0 = &[];
-        }
-        Some(entry.map_err(|flaw| DirDecodeError { reason: flaw.reason }))
     }
 }

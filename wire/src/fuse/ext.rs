@@ -25,7 +25,8 @@ impl<'a, T: FromBytes + IntoBytes + Immutable> Records<'a, T> {
         Self { bytes: &bytes[..bytes.len() / size_of::<T>() * size_of::<T>()], kind: PhantomData }
     }
 
-    pub(super) fn as_bytes(&self) -> &'a [u8] {
+    /// Returns the encoded list.
+    pub fn as_bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
@@ -112,17 +113,12 @@ impl<'a> SecurityContexts<'a> {
         std::iter::from_fn(move || if body.0.is_empty() { None } else { Self::record(&mut body).ok() })
     }
 
-    /// Appends one context to `out` in the format of [`Self::parse`].
-    pub fn append(out: &mut Vec<u8>, name: &[u8], value: &[u8]) {
-        let size = u32::try_from(value.len()).expect("security contexts are short");
-        out.extend_from_slice(Secctx { size, padding: 0 }.as_bytes());
-        out.extend_from_slice(name);
-        out.push(0);
-        out.extend_from_slice(value);
-        out.resize(out.len().next_multiple_of(8), 0);
+    /// Returns the encoded contexts.
+    pub fn as_bytes(&self) -> &'a [u8] {
+        self.bytes
     }
 
-    /// Parses the format of [`Self::append`]; returns `None` if it is malformed.
+    /// Decodes `count` contexts (FUSE protocol 7.45, `fuse_secctx`); returns `None` if they are malformed.
     pub fn parse(bytes: &'a [u8], count: u32) -> Option<Self> {
         Self::checked(bytes, count).ok()
     }
@@ -194,24 +190,5 @@ impl<'a> Extensions<'a> {
             }
         }
         Ok(Self { groups: groups.unwrap_or_default(), security: security.unwrap_or_default() })
-    }
-
-    /// Appends the extensions.
-    pub(super) fn encode(&self, out: &mut Vec<u8>) {
-        let header = |kind: u32, size: usize, out: &mut Vec<u8>| {
-            let size = u32::try_from(size_of::<ExtHeader>() + size).expect("extensions are short");
-            out.extend_from_slice(ExtHeader { size, kind }.as_bytes());
-        };
-        if !self.security.is_empty() {
-            header(self.security.count, self.security.bytes.len(), out);
-            out.extend_from_slice(self.security.bytes);
-        }
-        if !self.groups.is_empty() {
-            let used = size_of::<u32>() + self.groups.bytes.len();
-            header(EXT_GROUPS, used.next_multiple_of(8), out);
-            out.extend_from_slice(u32::try_from(self.groups.len()).expect("groups are few").as_bytes());
-            out.extend_from_slice(self.groups.bytes);
-            out.resize(out.len() + used.next_multiple_of(8) - used, 0);
-        }
     }
 }

@@ -94,20 +94,6 @@ impl Negotiated {
     pub const fn has(&self, flags: InitFlags) -> bool {
         self.flags.contains(flags)
     }
-
-    /// Interprets a server's reply to `request`, for the client. Returns `None` if the server does not accept
-    /// [`abi::MAJOR`] and a supported minor version, or accepts flags that were not offered.
-    pub fn from_reply(request: &InitRequest, reply: &InitOut) -> Option<Self> {
-        let flags = combine(reply.flags, reply.flags2);
-        let minor = reply.minor.min(request.minor);
-        let known = reply.major == abi::MAJOR && (abi::MINOR_MIN..=abi::MINOR_MAX).contains(&minor);
-        (known && request.flags.contains(flags)).then_some(Self {
-            minor,
-            flags,
-            max_write_bytes: reply.max_write,
-            max_readahead_bytes: reply.max_readahead,
-        })
-    }
 }
 
 /// The outcome of [`negotiate`]. In both cases [`super::Reply::Init`] sends the structure.
@@ -226,18 +212,5 @@ impl InitRequest {
         };
         let flags = combine(fixed.flags, flags2);
         Ok(Self { major, minor, max_readahead_bytes: fixed.max_readahead, flags })
-    }
-
-    pub(super) fn encode(&self, out: &mut Vec<u8>) {
-        let (flags, flags2) = halves(self.flags);
-        let Self { major, minor, max_readahead_bytes: max_readahead, .. } = *self;
-        if major != abi::MAJOR || minor < abi::MINOR_MIN {
-            out.extend_from_slice([major, minor].as_bytes());
-        } else if self.flags.contains(InitFlags::INIT_EXT) {
-            let long = InitIn { major, minor, max_readahead, flags, flags2, unused: [0; 11] };
-            out.extend_from_slice(long.as_bytes());
-        } else {
-            out.extend_from_slice(InitInShort { major, minor, max_readahead, flags }.as_bytes());
-        }
     }
 }

@@ -1,11 +1,11 @@
-//! The FUSE protocol, 7.27 to 7.45 (`linux/fuse.h`), for servers and (for tests and the native driver) clients.
+//! The FUSE protocol, 7.27 to 7.45 (`linux/fuse.h`), the server's side.
 //!
 //! * [`abi`]: the structures and constants in memory layout;
 //! * [`decode`] and [`Request`]: requests, checked and typed;
 //! * [`negotiate`]: the reply to INIT and the parameters of the session ([`Negotiated`]);
 //! * [`Reply`] and [`encode_error`]: replies;
 //! * [`Notification`]: messages from the server without a request;
-//! * [`DirWriter`] and [`DirEntries`]: directory listings.
+//! * [`DirWriter`]: directory listings.
 //!
 //! This module does no I/O, and no function panics on any input.
 
@@ -13,25 +13,19 @@ pub mod abi;
 mod body;
 mod decode;
 mod dir;
-mod encode;
 mod ext;
 mod init;
 mod notify;
 mod operation;
 mod reply;
-mod reply_decode;
 mod request;
 
 pub use abi::{InitFlags, Opcode, OpenFlags};
 pub use decode::decode;
-pub use dir::{DirDecodeError, DirEntries, DirEntry, DirWriter};
+pub use dir::DirWriter;
 pub use ext::{Extensions, Groups, Records, SecurityContexts};
 pub use init::{InitError, InitOptions, InitOutcome, InitRequest, Negotiated, negotiate};
 pub use notify::Notification;
 pub use operation::{LockRequest, Operation, Release};
-pub use reply::{OpenReply, REPLY_HEAD_BYTES_MAX, Reply, ReplyKind, Timeouts, encode_error};
-pub use reply_decode::ReplyDecodeError;
+pub use reply::{OpenReply, REPLY_HEAD_BYTES_MAX, Reply, Timeouts, encode_error};
 pub use request::{DecodeError, IN_HEADER_BYTES, Peek, REQUEST_HEAD_BYTES_MAX, Request, WRITE_HEAD_BYTES, peek};
-
-#[cfg(test)]
-mod tests;

@@ -6,7 +6,7 @@ use ferry_vfs::{
 };
 
 use super::abi::{ForgetOne, Opcode, RemovemappingOne};
-use super::{InitRequest, Records, ReplyKind};
+use super::{InitRequest, Records};
 
 /// The operation of a request (`fuse_*_in` of linux/fuse.h): one variant per opcode, except where two opcodes differ only in a field. Inode numbers
 /// inside (as in [`IoRange`]) that refer to the request's inode equal [`super::Request::ino`].
@@ -413,51 +413,8 @@ impl Operation<'_> {
         }
     }
 
-    /// Returns the content of a successful reply; `None` if there is no reply.
-    pub fn reply_kind(&self) -> Option<ReplyKind> {
-        let kind = match self {
-            Self::Forget { .. } | Self::BatchForget { .. } | Self::Interrupt { .. } => return None,
-            Self::Lookup { .. }
-            | Self::LookupSelf
-            | Self::LookupParent
-            | Self::Symlink { .. }
-            | Self::Mknod { .. }
-            | Self::Mkdir { .. }
-            | Self::Link { .. } => ReplyKind::Entry,
-            Self::Create { .. } | Self::Tmpfile { .. } => ReplyKind::Created,
-            Self::Getattr { .. } | Self::Setattr { .. } => ReplyKind::Attr,
-            Self::Statx { .. } => ReplyKind::Statx,
-            Self::Open { .. } | Self::Opendir { .. } => ReplyKind::Open,
-            Self::Read(_) | Self::Readdir { .. } | Self::Readlink => ReplyKind::Bytes,
-            Self::Getxattr { bytes_max: 0, .. } | Self::Listxattr { bytes_max: 0 } => ReplyKind::XattrSize,
-            Self::Getxattr { .. } | Self::Listxattr { .. } => ReplyKind::Bytes,
-            Self::Write { .. } | Self::CopyFileRange(_) => ReplyKind::Write,
-            Self::CopyFileRange64(_) => ReplyKind::CopyFileRange64,
-            Self::Statfs => ReplyKind::Statfs,
-            Self::GetLock(_) => ReplyKind::Lock,
-            Self::Lseek { .. } => ReplyKind::Lseek,
-            Self::Ioctl { .. } => ReplyKind::Ioctl,
-            Self::Poll { .. } => ReplyKind::Poll,
-            Self::Bmap { .. } => ReplyKind::Bmap,
-            Self::Init(_) => ReplyKind::Init,
-            Self::Unlink { .. }
-            | Self::Rmdir { .. }
-            | Self::Rename { .. }
-            | Self::Fallocate { .. }
-            | Self::Flush { .. }
-            | Self::Release(_)
-            | Self::Fsync { .. }
-            | Self::Releasedir(_)
-            | Self::Fsyncdir { .. }
-            | Self::Syncfs
-            | Self::Setxattr { .. }
-            | Self::Removexattr { .. }
-            | Self::Access { .. }
-            | Self::SetLock { .. }
-            | Self::Setupmapping { .. }
-            | Self::Removemapping { .. }
-            | Self::Destroy => ReplyKind::Empty,
-        };
-        Some(kind)
+    /// Returns whether this operation gets a reply.
+    pub const fn wants_reply(&self) -> bool {
+        !matches!(self, Self::Forget { .. } | Self::BatchForget { .. } | Self::Interrupt { .. })
     }
 }

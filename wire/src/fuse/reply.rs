@@ -137,46 +137,6 @@ pub enum Reply<'a> {
     Bytes(&'a [u8]),
 }
 
-/// The content of a reply, for its decoder; see [`super::Operation::reply_kind`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ReplyKind {
-    /// [`Reply::Empty`].
-    Empty,
-    /// [`Reply::Entry`] or [`Reply::Negative`].
-    Entry,
-    /// [`Reply::Created`].
-    Created,
-    /// [`Reply::Attr`].
-    Attr,
-    /// [`Reply::Statx`].
-    Statx,
-    /// [`Reply::Open`].
-    Open,
-    /// [`Reply::Write`].
-    Write,
-    /// [`Reply::CopyFileRange64`].
-    CopyFileRange64,
-    /// [`Reply::Statfs`].
-    Statfs,
-    /// [`Reply::XattrSize`].
-    XattrSize,
-    /// [`Reply::Lock`].
-    Lock,
-    /// [`Reply::Lseek`].
-    Lseek,
-    /// [`Reply::Ioctl`].
-    Ioctl,
-    /// [`Reply::Poll`].
-    Poll,
-    /// [`Reply::Bmap`].
-    Bmap,
-    /// [`Reply::Init`].
-    Init,
-    /// [`Reply::Bytes`].
-    Bytes,
-}
-
 /// A reply's head under construction.
 struct Head<'b> {
     bytes: &'b mut [u8; REPLY_HEAD_BYTES_MAX],
@@ -310,7 +270,7 @@ fn attr_out(attr: &Attr, dax: bool, session: &Negotiated) -> abi::Attr {
 /// `STATX_BASIC_STATS` of Linux: all fields of [`Attr`] except the birth time.
 const STATX_BASIC_STATS: u32 = 0x7ff;
 /// `STATX_BTIME` of Linux.
-pub(super) const STATX_BTIME: u32 = 0x800;
+const STATX_BTIME: u32 = 0x800;
 
 fn statx_out(attr: &Attr) -> abi::Statx {
     let time = |time: Timespec| abi::SxTime { tv_sec: time.sec, tv_nsec: time.nsec, reserved: 0 };
@@ -353,7 +313,7 @@ fn lk_out(lock: Option<&Lock>) -> abi::LkOut {
     abi::LkOut { lk }
 }
 
-pub(super) const fn lock_kind(kind: LockKind) -> u32 {
+const fn lock_kind(kind: LockKind) -> u32 {
     match kind {
         LockKind::Read => abi::LOCK_READ,
         LockKind::Write => abi::LOCK_WRITE,

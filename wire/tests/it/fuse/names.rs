@@ -1,9 +1,9 @@
 //! Every invalid name, in every request that has a name.
 
 use ferry_vfs::Errno;
+use ferry_wire::fuse::*;
 
 use super::{SESSIONS, message};
-use crate::fuse::*;
 
 /// Each opcode with the number of bytes before its first name, and the bytes before and after the tested name.
 const TAKERS: &[(Opcode, usize, &[u8], &[u8])] = &[

@@ -1,11 +1,11 @@
 //! Malformed requests, and the expected errors.
 
+use ferry_driver::fuse::append_security_context;
 use ferry_vfs::{Errno, Name};
+use ferry_wire::fuse::*;
 use zerocopy::IntoBytes;
 
 use super::{BARE, FULL, message};
-use crate::fuse::abi;
-use crate::fuse::*;
 
 fn errno(message: &[u8]) -> Option<Errno> {
     decode(message, message.len(), &FULL).err().map(|error| error.errno)
@@ -225,7 +225,7 @@ fn the_name_of_a_tmpfile_is_ignored() {
 
 fn security_context() -> Vec<u8> {
     let mut contexts = Vec::new();
-    SecurityContexts::append(&mut contexts, b"security.selinux", b"system_u:object_r:tmp_t:s0\0");
+    append_security_context(&mut contexts, b"security.selinux", b"system_u:object_r:tmp_t:s0\0");
     let size = u32::try_from(contexts.len() + 8).unwrap();
     [abi::ExtHeader { size, kind: 1 }.as_bytes(), &contexts].concat()
 }

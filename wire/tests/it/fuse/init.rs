@@ -1,10 +1,11 @@
 //! Negotiation.
 
+use ferry_driver::fuse::negotiated;
+use ferry_wire::fuse::abi::{InitIn, InitOut};
+use ferry_wire::fuse::*;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::message;
-use crate::fuse::abi::{InitIn, InitOut};
-use crate::fuse::*;
 
 fn offer(minor: u32, flags: InitFlags) -> InitRequest {
     InitRequest { major: 7, minor, max_readahead_bytes: 128 << 10, flags }
@@ -85,10 +86,10 @@ fn the_client_decodes_the_negotiated_session() {
     let wanted = InitOptions { flags: InitFlags::SUBMOUNTS | InitFlags::SECURITY_CTX, ..InitOptions::default() };
     let request = offer(45, InitFlags::ALL);
     let (session, reply) = ready(&request, &wanted);
-    assert_eq!(Negotiated::from_reply(&request, &reply), Some(session));
-    assert_eq!(Negotiated::from_reply(&request, &InitOut { major: 8, ..reply }), None);
-    assert_eq!(Negotiated::from_reply(&request, &InitOut { minor: 20, ..reply }), None);
-    assert_eq!(Negotiated::from_reply(&offer(45, InitFlags::INIT_EXT), &reply), None);
+    assert_eq!(negotiated(&request, &reply), Some(session));
+    assert_eq!(negotiated(&request, &InitOut { major: 8, ..reply }), None);
+    assert_eq!(negotiated(&request, &InitOut { minor: 20, ..reply }), None);
+    assert_eq!(negotiated(&offer(45, InitFlags::INIT_EXT), &reply), None);
 }
 
 /// Every length of an INIT body with every relevant version: a decoded body keeps its fields.

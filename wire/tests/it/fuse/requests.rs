@@ -2,19 +2,20 @@
 
 use std::collections::BTreeSet;
 
+use ferry_driver::fuse as client;
 use ferry_vfs::{Handle, IoRange, OFlags};
+use ferry_wire::fuse::abi::ForgetOne;
+use ferry_wire::fuse::*;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 
 use super::seed::seed;
 use super::{BARE, FULL, SESSIONS, set_len};
-use crate::fuse::abi::ForgetOne;
-use crate::fuse::*;
 
 /// Encodes a request as the caller of `decode` passes it: without the payload of a WRITE.
 fn encode(request: &Request<'_>, session: &Negotiated) -> (Vec<u8>, usize) {
     let mut head = Vec::new();
-    request.encode(session, &mut head);
+    client::encode(request, session, &mut head);
     let header: &[u8; IN_HEADER_BYTES] = head.first_chunk().unwrap();
     let bytes = peek(header).len as usize;
     assert_eq!(peek(header).head_bytes(bytes), head.len());
@@ -183,7 +184,7 @@ fn lists_can_be_walked_at_any_alignment() {
     };
     for shift in 0..8 {
         let mut bytes = vec![0; shift];
-        request.encode(&FULL, &mut bytes);
+        client::encode(&request, &FULL, &mut bytes);
         let back = decode(&bytes[shift..], bytes.len() - shift, &FULL).unwrap();
         let Operation::BatchForget { forgets } = back.operation else { panic!("{back:?}") };
         assert_eq!(forgets.iter().collect::<Vec<_>>(), [one, two]);

@@ -1,11 +1,12 @@
 //! Directory listings.
 
+use ferry_driver::fuse::{DirEntries, DirEntry};
 use ferry_vfs::{DirItem, DirOutput, Entry, FileType, Ino};
+use ferry_wire::fuse::*;
 use proptest::prelude::*;
 
 use super::FULL;
 use super::seed::{Seed, seed};
-use crate::fuse::*;
 
 const KINDS: [FileType; 4] = [FileType::Directory, FileType::RegularFile, FileType::Symlink, FileType::Unknown];
 

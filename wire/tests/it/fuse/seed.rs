@@ -1,11 +1,11 @@
 //! Random values, and every kind of request and reply built from them.
 
+use ferry_driver::fuse::{ReplyKind, append_security_context};
 use ferry_vfs::*;
+use ferry_wire::fuse::abi::{self, ForgetOne, InitFlags, InitOut, OpenFlags, RemovemappingOne};
+use ferry_wire::fuse::*;
 use proptest::collection::vec;
 use proptest::prelude::*;
-
-use crate::fuse::abi::{self, ForgetOne, InitFlags, InitOut, OpenFlags, RemovemappingOne};
-use crate::fuse::*;
 
 /// The maximum size in requests; `malformed` tests larger ones.
 const READ_MAX: u32 = super::FULL.max_read_bytes();
@@ -36,7 +36,7 @@ pub(super) fn seed() -> impl Strategy<Value = Seed> {
     let ranges = vec(any::<[u64; 2]>().prop_map(|[moffset, len]| RemovemappingOne { moffset, len }), 0..5);
     let contexts = vec((name(), vec(any::<u8>(), 0..20)), 0..3).prop_map(|contexts| {
         let mut bytes = Vec::new();
-        contexts.iter().for_each(|(name, value)| SecurityContexts::append(&mut bytes, name, value));
+        contexts.iter().for_each(|(name, value)| append_security_context(&mut bytes, name, value));
         (bytes, u32::try_from(contexts.len()).unwrap())
     });
     let groups = vec(any::<u32>(), 0..4);

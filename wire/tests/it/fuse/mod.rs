@@ -8,10 +8,9 @@ mod replies;
 mod requests;
 mod seed;
 
+use ferry_wire::fuse::abi::{InHeader, InitFlags};
+use ferry_wire::fuse::{Negotiated, Opcode};
 use zerocopy::IntoBytes;
-
-use super::abi::{InHeader, InitFlags};
-use super::{Negotiated, Opcode};
 
 /// A session with all features.
 const FULL: Negotiated =

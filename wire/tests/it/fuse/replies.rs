@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
+use ferry_driver::fuse::{ReplyKind, decode_reply};
 use ferry_vfs::{Attr, Errno};
+use ferry_wire::fuse::*;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 
 use super::seed::seed;
 use super::{BARE, FULL};
-use crate::fuse::*;
 
 const KINDS: [ReplyKind; 17] = [
     ReplyKind::Empty,
@@ -40,7 +41,7 @@ proptest! {
     fn every_reply_round_trips(seed in seed()) {
         for (kind, reply) in seed.replies() {
             let bytes = whole(&reply, &FULL);
-            prop_assert_eq!(Reply::decode(kind, &bytes), Ok((42, Ok(reply))));
+            prop_assert_eq!(decode_reply(kind, &bytes), Ok((42, Ok(reply))));
         }
     }
 
@@ -49,7 +50,7 @@ proptest! {
         for (kind, reply) in seed.replies() {
             let bytes = whole(&reply, &FULL);
             for len in 0..bytes.len() {
-                prop_assert!(Reply::decode(kind, &bytes[..len]).is_err());
+                prop_assert!(decode_reply(kind, &bytes[..len]).is_err());
             }
         }
     }
@@ -62,7 +63,7 @@ proptest! {
             bytes[4..8].fill(0);
         }
         for kind in KINDS {
-            let _ = Reply::decode(kind, &bytes);
+            let _ = decode_reply(kind, &bytes);
         }
     }
 }
@@ -72,12 +73,12 @@ fn errors_round_trip() {
     let bytes = encode_error(5, Errno::NOENT);
     assert_eq!(bytes, [16, 0, 0, 0, 254, 255, 255, 255, 5, 0, 0, 0, 0, 0, 0, 0]);
     for kind in KINDS {
-        assert_eq!(Reply::decode(kind, &bytes), Ok((5, Err(Errno::NOENT))));
+        assert_eq!(decode_reply(kind, &bytes), Ok((5, Err(Errno::NOENT))));
     }
     // Linux drops replies with other numbers.
     for strange in [512, 4095] {
         let bytes = encode_error(5, Errno::from_raw_os_error(strange));
-        let (_, reply) = Reply::decode(ReplyKind::Empty, &bytes).unwrap();
+        let (_, reply) = decode_reply(ReplyKind::Empty, &bytes).unwrap();
         assert_eq!(reply, Err(Errno::IO));
     }
 }
@@ -96,7 +97,7 @@ fn flags_are_sent_only_to_clients_that_support_them() {
     let reply = Reply::Attr { attr, timeout: Duration::ZERO, dax: true };
     for (session, told) in [(&FULL, true), (&BARE, false)] {
         let bytes = whole(&reply, session);
-        let (_, Ok(Reply::Attr { attr, dax, .. })) = Reply::decode(ReplyKind::Attr, &bytes).unwrap() else {
+        let (_, Ok(Reply::Attr { attr, dax, .. })) = decode_reply(ReplyKind::Attr, &bytes).unwrap() else {
             panic!("no attributes")
         };
         assert_eq!((attr.submount, dax), (told, told));
