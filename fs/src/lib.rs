@@ -19,7 +19,7 @@
 #![doc = include_str!("../examples/hello.rs")]
 //! ```
 //!
-//! That is `examples/hello.rs`, whole. `examples/toyfs.rs` is a complete small file system that can be written to.
+//! That is `examples/hello.rs`, whole. `tests/programs/toyfs.rs` is a complete small file system that can be written to.
 //! The [contract](ferry_vfs) has the rules: inodes and their references, handles, threads, what may wait, what a panic
 //! does, and what of `posix_fadvise` and mappings reaches an author.
 //!
