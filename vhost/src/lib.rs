@@ -22,6 +22,7 @@ mod coalesce;
 mod connection;
 mod dirty;
 #[cfg(fuzzing)]
+#[path = "tests/fuzzing.rs"]
 pub mod fuzzing;
 mod inflight;
 mod io;

@@ -209,12 +209,4 @@ impl Ring {
 }
 
 #[cfg(test)]
-mod crash_tests;
-#[cfg(test)]
-mod lag_tests;
-#[cfg(test)]
-mod model;
-#[cfg(test)]
-mod packed_tests;
-#[cfg(test)]
 mod tests;

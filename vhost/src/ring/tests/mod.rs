@@ -1,3 +1,8 @@
+mod crash;
+mod lag;
+mod model;
+mod packed;
+
 use proptest::prelude::*;
 
 use vm_memory::VolatileSlice;

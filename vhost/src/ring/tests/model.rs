@@ -4,12 +4,12 @@ use std::collections::HashMap;
 
 use vm_memory::VolatileSlice;
 
-use super::descriptor::{INDIRECT, NEXT, WRITE};
-use super::packed::{EVENT_DESCRIPTOR, EVENT_DISABLE, EVENT_ENABLE};
-use super::split::NO_INTERRUPT;
-use super::*;
 use crate::memory::tests::{memfd, region};
 use crate::packed::{AVAILABLE, Place, USED};
+use crate::ring::descriptor::{INDIRECT, NEXT, WRITE};
+use crate::ring::packed::{EVENT_DESCRIPTOR, EVENT_DISABLE, EVENT_ENABLE};
+use crate::ring::split::NO_INTERRUPT;
+use crate::ring::*;
 
 pub(super) const USER: u64 = 0x1000_0000;
 pub(super) const BASE: u64 = 0x10_0000;

@@ -1,12 +1,12 @@
 use proptest::prelude::*;
 
-use super::descriptor::{INDIRECT, NEXT, WRITE};
 use super::model::{
     AVAILABLE_PART, BASE, BUFFERS, DESCRIPTORS, Guest, MEMORY_BYTES, TABLES, USED_PART, USER, Wish, pop, serve,
 };
-use super::packed::{EVENT_DESCRIPTOR, EVENT_DISABLE, EVENT_ENABLE};
-use super::*;
 use crate::packed::{AVAILABLE, Place, USED};
+use crate::ring::descriptor::{INDIRECT, NEXT, WRITE};
+use crate::ring::packed::{EVENT_DESCRIPTOR, EVENT_DISABLE, EVENT_ENABLE};
+use crate::ring::*;
 
 const SIZE: u16 = 6;
 const FRESH: Begin = Begin::At(0x8000);

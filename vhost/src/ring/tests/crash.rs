@@ -1,8 +1,8 @@
 //! The server ends before any one of its stores to shared memory, and another takes over.
 
 use super::model::{Guest, pop, serve};
-use super::*;
 use crate::inflight::tests::{area, own_area};
+use crate::ring::*;
 use crate::shared::crash;
 
 /// What the device did, as far as it got.

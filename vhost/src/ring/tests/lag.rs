@@ -1,7 +1,7 @@
 //! How far a driver is, by its own word.
 
 use super::model::{AVAILABLE_PART, Guest, Wish, pop, serve};
-use super::*;
+use crate::ring::*;
 
 #[test]
 fn a_driver_lags_while_more_waits_for_it_than_for_us() {
