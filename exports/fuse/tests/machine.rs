@@ -1,4 +1,5 @@
-//! Machines that do not allow everything.
+//! Machines that do not allow everything: a program of its own, because one of its tests forbids io_uring for the machine, and
+//! other tests need it.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod common;

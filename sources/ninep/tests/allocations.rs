@@ -1,4 +1,5 @@
-//! Memory that is written out must not need memory: when it is short, the kernel waits for that.
+//! Memory that is written out must not need memory: when it is short, the kernel waits for that. A program of its own, because
+//! its allocator counts.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 mod common;

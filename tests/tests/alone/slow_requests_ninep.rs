@@ -1,5 +1,5 @@
 //! Requests that wait hold up no others, by 9P: a share of a directory on a FUSE file system of delays, by one socket and as a
-//! virtio-9p device. How answers are ordered is tested in `exports/ninep/tests/slow.rs`.
+//! virtio-9p device. How answers are ordered is tested in `exports/ninep/tests/it/slow.rs`.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -5,8 +5,10 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod complaints;
 mod costs;
 mod counts;
+mod fallback;
 mod limits;
 mod log;
 mod memory;

@@ -1,4 +1,5 @@
 //! Tests of `it` once more, with a guest's driver as the client (`common::is_by_device`), and those that only a driver can run.
+//! They are a program of their own because the name of the program chooses the client.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
@@ -15,5 +16,7 @@ mod long_messages_by_device;
 mod memory;
 #[path = "../it/requests.rs"]
 mod requests;
+#[path = "../it/slow.rs"]
+mod slow;
 #[path = "../it/versions.rs"]
 mod versions;

@@ -19,6 +19,7 @@ mod long_messages;
 mod memory;
 mod permissions;
 mod requests;
+mod slow;
 mod tls;
 mod together;
 mod versions;

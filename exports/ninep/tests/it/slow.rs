@@ -1,8 +1,6 @@
 //! Requests that wait: they hold up no others of their client, and are answered before their flush.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
-mod common;
+use crate::common;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex};
