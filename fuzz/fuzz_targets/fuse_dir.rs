@@ -15,7 +15,8 @@ fuzz_target!(|bytes: &[u8]| {
         let Ok(DirEntry { item, entry }) = entry else { break };
         let (timeouts, dax) = entry.map_or_else(Default::default, |(_, timeouts, dax)| (timeouts, dax));
         let mut again = Vec::new();
-        let mut writer = DirWriter::new(&mut again, listing.len(), plus, timeouts, &session).with_dax(dax);
+        let mut writer = DirWriter::new(&mut again, listing.len(), plus, timeouts, &session);
+        writer.set_dax(dax);
         assert!(writer.fits(item.name), "it was in a listing of this length");
         writer.push(&item, entry.as_ref().map(|(entry, ..)| entry));
         assert_eq!(DirEntries::new(&again, plus).collect::<Vec<_>>(), [Ok(DirEntry { item, entry })]);

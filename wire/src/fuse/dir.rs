@@ -54,13 +54,6 @@ impl<'b> DirWriter<'b> {
     }
 
     /// Marks the following entries for DAX, with [`super::InitFlags::HAS_INODE_DAX`].
-    #[must_use]
-    pub fn with_dax(mut self, dax: bool) -> Self {
-        self.set_dax(dax);
-        self
-    }
-
-    /// As [`Self::with_dax`], in between.
     pub fn set_dax(&mut self, dax: bool) {
         self.dax = dax;
     }

@@ -153,8 +153,6 @@ pub mod valid {
     pub const BTIME: u64 = 0x800;
     /// The generation.
     pub const GENERATION: u64 = 0x1000;
-    /// The data version.
-    pub const DATA_VERSION: u64 = 0x2000;
 }
 
 /// Bits of Tsetattr (`P9_ATTR_*`).

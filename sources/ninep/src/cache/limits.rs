@@ -71,12 +71,6 @@ impl Limits {
         }
     }
 
-    /// Returns the same memory, with a page per message and one message in flight: a client without coalescing.
-    #[must_use]
-    pub fn page_at_a_time(self) -> Self {
-        Self { message_bytes_max: PAGE_BYTES, depth: 1, write_buffers: 1, short_writes: 0, ..self }
-    }
-
     /// Returns the size of a short write in bytes; 0: none.
     pub(super) fn short_write_bytes(&self) -> usize {
         let bytes = self.message_bytes_max / SHORT_WRITE_PART;

@@ -17,6 +17,11 @@ fn limits() -> Limits {
     Limits { write_buffers: 4, dirty_age: Duration::from_secs(3600), ..Limits::default() }
 }
 
+/// A page per message and one message in flight: a client without coalescing.
+fn page_at_a_time() -> Limits {
+    Limits { message_bytes_max: 4096, depth: 1, write_buffers: 1, short_writes: 0, ..limits() }
+}
+
 fn file(limits: Limits, manners: Manners, size: usize) -> (Cache, Arc<Fake>, Arc<CachedFile>) {
     let cache = Cache::new(limits).unwrap();
     let bytes: Vec<u8> = expected()[..PERIOD as usize].iter().copied().cycle().take(size).collect();
@@ -235,7 +240,7 @@ fn there_is_a_write_buffer_for_each_cpu() {
 
 #[test]
 fn page_at_a_time_falls_out_of_the_parameters() {
-    let (cache, _fake, file) = file(limits().page_at_a_time(), Manners::default(), MIB);
+    let (cache, _fake, file) = file(page_at_a_time(), Manners::default(), MIB);
     read_all(&file, 128 << 10);
     let told = file.error_cursor();
     file.write(0, MIB, &mut vec![1; MIB].as_slice()).unwrap();
@@ -340,7 +345,7 @@ fn memory_is_bounded_and_a_hot_page_stays() {
 #[ignore = "prints throughput over a link with a delay"]
 fn throughput_over_a_link() {
     for delay_ms in [0, 1, 10] {
-        for (name, limits) in [("coalesced", limits()), ("page at a time", limits().page_at_a_time())] {
+        for (name, limits) in [("coalesced", limits()), ("page at a time", page_at_a_time())] {
             let size = if delay_ms == 0 || name == "coalesced" { 64 * MIB } else { MIB };
             let link = Manners { delay: Duration::from_millis(delay_ms), ..Manners::default() };
             let (cache, _fake, file) = file(limits, link, size);

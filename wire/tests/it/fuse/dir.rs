@@ -28,7 +28,8 @@ proptest! {
         let items = items(&seeds);
         let timeouts = seeds[0].timeouts();
         let mut buffer = vec![0xee; before];
-        let mut listing = DirWriter::new(&mut buffer, limit, plus, timeouts, &FULL).with_dax(dax);
+        let mut listing = DirWriter::new(&mut buffer, limit, plus, timeouts, &FULL);
+        listing.set_dax(dax);
         let mut wanted = Vec::new();
         for (item, entry) in &items {
             if !listing.fits(item.name) {
