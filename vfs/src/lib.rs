@@ -154,7 +154,7 @@ pub use fs::{DirOutput, FileSystem, Input, Output};
 pub use handles::Handles;
 pub use locks::{Lockable, Locks};
 pub use mappable::Mappable;
-pub use migrate::{IdentityScope, Migrate};
+pub use migrate::{IdentityScope, Migrate, MigrateLayer};
 pub use name::{Name, NameBuf};
 pub use names::Names;
 pub use ratelimited_log::RatelimitedLog;

@@ -2,7 +2,7 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use crate::{Caller, Handle, Ino, OFlags, Result};
+use crate::{Caller, Errno, Handle, Ino, OFlags, Result};
 
 /// A source whose inodes and open files another process finds again: the next server on this host after a restart, or
 /// a server on another host after a migration ([`FileSystem::migrate`](crate::FileSystem::migrate)). Both processes
@@ -51,6 +51,67 @@ pub trait Migrate {
     /// flags, or takes over its descriptor. Errors are those of `open(2)`.
     fn adopt_open(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, flags: OFlags, file: Option<OwnedFd>)
     -> Result<()>;
+}
+
+/// A layer over another source whose inodes and open files are those of the source. A layer has [`Migrate`] from its source, and
+/// returns itself from [`FileSystem::migrate`](crate::FileSystem::migrate) if the source has it.
+pub trait MigrateLayer {
+    /// Returns [`Migrate`] of the source.
+    fn source_migrate(&self) -> Option<&dyn Migrate>;
+
+    /// Calls `then` with the caller as the source knows it.
+    fn with_source_caller<T>(&self, cx: &Caller<'_>, then: impl FnOnce(&Caller<'_>) -> T) -> T {
+        then(cx)
+    }
+
+    /// Called after the source has taken over an inode, or with a handle, an open file of it.
+    fn adopted(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) {
+        let _ = (cx, ino, handle);
+    }
+}
+
+impl<L: MigrateLayer> Migrate for L {
+    fn identify(&self, ino: Ino, scope: IdentityScope) -> Result<Vec<u8>> {
+        self.source_migrate().ok_or(Errno::NOSYS)?.identify(ino, scope)
+    }
+
+    fn search(&self, inos: &[Ino], scope: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
+        self.source_migrate().map(|source| source.search(inos, scope)).unwrap_or_default()
+    }
+
+    fn follows_names(&self, dir: Ino) -> bool {
+        self.source_migrate().is_some_and(|source| source.follows_names(dir))
+    }
+
+    fn adopt(
+        &self,
+        ino: Ino,
+        references: u64,
+        identity: (&[u8], IdentityScope),
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<()> {
+        self.source_migrate().ok_or(Errno::NOSYS)?.adopt(ino, references, identity, file)?;
+        self.adopted(&Caller::default(), ino, None);
+        Ok(())
+    }
+
+    fn adopted_after(&self, identity: &[u8]) -> Option<Ino> {
+        self.source_migrate()?.adopted_after(identity)
+    }
+
+    fn adopt_open(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        flags: OFlags,
+        file: Option<OwnedFd>,
+    ) -> Result<()> {
+        let source = self.source_migrate().ok_or(Errno::NOSYS)?;
+        self.with_source_caller(cx, |cx| source.adopt_open(cx, ino, handle, flags, file))?;
+        self.adopted(cx, ino, Some(handle));
+        Ok(())
+    }
 }
 
 /// The processes in which an identity ([`Migrate::identify`]) leads to the inode.

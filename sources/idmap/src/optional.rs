@@ -1,59 +1,24 @@
 //! The optional traits of the wrapped source.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_vfs::{Backing, Caller, Errno, Handle, IdentityScope, Ino, Mappable, Migrate, OFlags, Piece, Result};
+use ferry_vfs::{Backing, Caller, Errno, Ino, Mappable, Migrate, MigrateLayer, Piece, Result};
 
 use crate::IdMapped;
 
 impl IdMapped {
-    fn source_migrate(&self) -> Result<&dyn Migrate> {
-        self.source.migrate().ok_or(Errno::NOSYS)
-    }
-
     fn source_mappable(&self) -> Result<&dyn Mappable> {
         self.source.mappable().ok_or(Errno::NOSYS)
     }
 }
 
-impl Migrate for IdMapped {
-    fn identify(&self, ino: Ino, scope: IdentityScope) -> Result<Vec<u8>> {
-        self.source_migrate()?.identify(ino, scope)
+impl MigrateLayer for IdMapped {
+    fn source_migrate(&self) -> Option<&dyn Migrate> {
+        self.source.migrate()
     }
 
-    fn search(&self, inos: &[Ino], scope: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
-        self.source_migrate().map(|source| source.search(inos, scope)).unwrap_or_default()
-    }
-
-    fn follows_names(&self, dir: Ino) -> bool {
-        self.source_migrate().is_ok_and(|source| source.follows_names(dir))
-    }
-
-    fn adopt(
-        &self,
-        ino: Ino,
-        references: u64,
-        identity: (&[u8], IdentityScope),
-        file: Option<BorrowedFd<'_>>,
-    ) -> Result<()> {
-        self.source_migrate()?.adopt(ino, references, identity, file)
-    }
-
-    fn adopted_after(&self, identity: &[u8]) -> Option<Ino> {
-        self.source_migrate().ok()?.adopted_after(identity)
-    }
-
-    fn adopt_open(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        flags: OFlags,
-        file: Option<OwnedFd>,
-    ) -> Result<()> {
-        let source = self.source_migrate()?;
-        self.with(cx, |cx| source.adopt_open(cx, ino, handle, flags, file))
+    fn with_source_caller<T>(&self, cx: &Caller<'_>, then: impl FnOnce(&Caller<'_>) -> T) -> T {
+        self.with(cx, then)
     }
 }
 
