@@ -1,9 +1,11 @@
 //! Requests that may block, on separate threads.
 
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use ferry_engine::requests::LoggedRequest;
+use ferry_engine::{read_blocking, write_blocking};
 use ferry_vfs::{Backing, BlockRange, Data, Disk, Errno, Extent};
 use ferry_wire::blk::{Range, Request, Status};
 
@@ -96,20 +98,19 @@ impl Job {
 
 fn read_extent(extent: &Extent, at: &BlockRange) -> Result<Vec<u8>, Errno> {
     let mut bytes = vec![0; usize::try_from(at.bytes).map_err(|_| Errno::INVAL)?];
-    let mut done = 0;
-    while done < bytes.len() {
-        match rustix::io::pread(&*extent.file, &mut bytes[done..], extent.offset + done as u64)? {
-            0 => return Err(Errno::IO),
-            count => done += count,
-        }
-    }
+    let moved = read_blocking(&extent.file, extent.offset, &mut bytes, || {});
+    check_complete(moved, bytes.len())?;
     Ok(bytes)
 }
 
 fn write_extent(extent: &Extent, bytes: &[u8]) -> Result<(), Errno> {
-    let mut done = 0;
-    while done < bytes.len() {
-        done += rustix::io::pwrite(&*extent.file, &bytes[done..], extent.offset + done as u64)?;
+    check_complete(write_blocking(&extent.file, extent.offset, bytes, false), bytes.len())
+}
+
+fn check_complete(moved: io::Result<usize>, bytes: usize) -> Result<(), Errno> {
+    match moved {
+        Ok(count) if count == bytes => Ok(()),
+        Ok(_) => Err(Errno::IO),
+        Err(error) => Err(Errno::from_io_error(&error).unwrap_or(Errno::IO)),
     }
-    Ok(())
 }

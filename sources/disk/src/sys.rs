@@ -123,7 +123,7 @@ pub(crate) fn direct_alignment(direct: impl AsFd) -> Option<usize> {
     let mut room = vec![0u8; 3 * 4096];
     let start = room.as_ptr().align_offset(4096);
     ALIGNMENTS_TRIED.into_iter().find(|align| {
-        // Aligned to exactly this, so that a smaller alignment is not found sufficient.
+        // A probe, not a transfer of data: aligned to exactly this, so that a smaller alignment is not found sufficient.
         let piece = &mut room[start + align..][..*align];
         rustix::io::pread(&direct, piece, *align as u64).is_ok()
     })

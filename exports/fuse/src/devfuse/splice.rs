@@ -115,7 +115,8 @@ impl Pipe {
         Ok(Self { from, to, room_bytes: bytes - 2 * PAGE_BYTES })
     }
 
-    /// Returns the number of calls; `None` if the pipe does not hold everything.
+    /// Moves pages by reference, which [`Transfer::run`] cannot: that fills memory of this process. Returns the number of calls;
+    /// `None` if the pipe does not hold everything.
     fn fill(&self, header: &[u8], transfer: &Transfer, bytes: usize) -> Option<u64> {
         if rustix::io::write(&self.to, header) != Ok(header.len()) {
             return None;
