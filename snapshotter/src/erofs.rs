@@ -4,12 +4,11 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use ferry_image::Image;
+use ferry_image::{Image, configure_erofs, kernel_messages};
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statfs, statx};
 use rustix::io::Errno;
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags, fsconfig_create, fsconfig_set_flag,
-    fsconfig_set_string, fsmount, fsopen, move_mount, unmount,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags, fsmount, fsopen, move_mount, unmount,
 };
 
 use crate::error::{Error, IoContext, Result};
@@ -30,19 +29,7 @@ pub fn mount(image: &Image, path: &Path, packs: &[PathBuf], at: &Path) -> Result
         error: error.into(),
     };
     let context = fsopen("erofs", FsOpenFlags::FSOPEN_CLOEXEC).map_err(|error| failed("no EROFS", error))?;
-    let configured = || -> rustix::io::Result<()> {
-        let fs = context.as_fd();
-        fsconfig_set_string(fs, "source", path)?;
-        fsconfig_set_flag(fs, "ro")?;
-        if !image.may_have_acls() {
-            fsconfig_set_flag(fs, "noacl")?;
-        }
-        for pack in packs {
-            fsconfig_set_string(fs, "device", pack.as_path())?;
-        }
-        fsconfig_create(fs)
-    };
-    configured().map_err(|error| failed(&messages(&context), error))?;
+    configure_erofs(&context, image, path, packs).map_err(|error| failed(&messages(&context), error))?;
     let flags = FsMountFlags::FSMOUNT_CLOEXEC;
     let mounted = fsmount(context.as_fd(), flags, MountAttrFlags::MOUNT_ATTR_RDONLY);
     let mounted = mounted.map_err(|error| failed("fsmount", error))?;
@@ -50,15 +37,9 @@ pub fn mount(image: &Image, path: &Path, packs: &[PathBuf], at: &Path) -> Result
     move_mount(mounted.as_fd(), "", CWD, at, flags).map_err(|error| failed("move_mount", error))
 }
 
-/// Returns the kernel's messages for a failed mount, which say more than the number of the error.
+/// Returns the kernel's messages for a failed mount, or the operation that failed.
 pub(crate) fn messages(context: &OwnedFd) -> String {
-    let mut words = Vec::new();
-    let mut line = [0; 4096];
-    while let Ok(count @ 1..) = rustix::io::read(context, &mut line) {
-        // Messages begin with a letter for their severity.
-        words.push(String::from_utf8_lossy(line.get(2..count).unwrap_or_default()).trim_end().to_owned());
-    }
-    if words.is_empty() { "fsconfig".into() } else { words.join("; ") }
+    kernel_messages(context).unwrap_or_else(|| "fsconfig".into())
 }
 
 /// Whether an EROFS is mounted on a directory.

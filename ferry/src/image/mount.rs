@@ -9,13 +9,13 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_image::{Data, Image, PackRef, Store, objects_folder};
+use ferry_image::{Data, Image, PackRef, Store, configure_erofs, kernel_messages, objects_folder};
 use ferry_vfs::FileType;
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags, fsconfig_create, fsconfig_set_flag,
-    fsconfig_set_string, fsmount, fsopen, move_mount, unmount,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags, fsconfig_create, fsconfig_set_string,
+    fsmount, fsopen, move_mount, unmount,
 };
 
 use super::args::{ImageArg, LazyArgs, StoreArg};
@@ -213,17 +213,15 @@ pub(super) fn context(kind: &str) -> Result<OwnedFd> {
     }
 }
 
-/// Returns the kernel's messages for a failed mount, which are more precise than the error number.
+/// Returns the error of a failed mount with the kernel's messages.
 fn with_kernel_messages(context: &OwnedFd, error: Errno) -> anyhow::Error {
-    let mut words = Vec::new();
-    let mut line = [0; 4096];
-    while let Ok(count @ 1..) = rustix::io::read(context, &mut line) {
-        // Messages begin with a letter for their severity.
-        words.push(String::from_utf8_lossy(line.get(2..count).unwrap_or_default()).trim_end().to_owned());
-    }
     let error = anyhow::Error::from(std::io::Error::from(error));
-    if words.is_empty() { error } else { error.context(words.join("; ")) }
+    match kernel_messages(context) {
+        Some(messages) => error.context(messages),
+        None => error,
+    }
 }
+
 fn packs(image: &Image, store: &Path, elsewhere: &dyn Fn(usize) -> Option<PathBuf>) -> Result<Vec<PathBuf>> {
     if image.packs().is_empty() {
         return Ok(Vec::new());
@@ -285,23 +283,10 @@ fn configure_proved(image: &Image, (proved, path): (&File, &Path), packs: &[&Pat
     })
 }
 
-/// Configures a mount of the image. Unlike mount(2), which has room for about forty packs, fsconfig(2) takes any number.
+/// Configures a mount of the image.
 fn configure(image: &Image, source: &Path, devices: &[&Path]) -> Result<Configured> {
     let context = context("erofs")?;
-    let configured = || -> rustix::io::Result<()> {
-        let fs = context.as_fd();
-        fsconfig_set_string(fs, "source", source)?;
-        fsconfig_set_flag(fs, "ro")?;
-        // composefs images would be scanned for ACLs, and overlayfs reads none from them.
-        if !image.is_composefs() && !image.may_have_acls() {
-            fsconfig_set_flag(fs, "noacl")?;
-        }
-        for device in devices {
-            fsconfig_set_string(fs, "device", *device)?;
-        }
-        fsconfig_create(fs)
-    };
-    Ok(finish(configured(), context))
+    Ok(finish(configure_erofs(&context, image, source, devices), context))
 }
 
 fn detached_mount(context: &OwnedFd, path: &Path, attributes: MountAttrFlags) -> Result<OwnedFd> {

@@ -19,6 +19,7 @@
 // Each folder uses only those before it: format <- store <- read <- build.
 mod build;
 mod format;
+mod mount;
 mod read;
 mod store;
 
@@ -41,6 +42,7 @@ pub use format::index::{Index, Object};
 pub use format::layer_index::{Compression, LAYER_CHUNK_BYTES_MAX, LayerBlob};
 pub use format::walk::{Step, walk};
 pub use format::{erofs, pack_table};
+pub use mount::{configure_erofs, kernel_messages};
 pub use read::diff::{Change, Digests, Kind as ChangeKind, diff};
 pub use read::disk::Disk;
 pub use read::dump::{DumpError, write as dump};
