@@ -468,7 +468,7 @@ fn authorities() -> Vec<Certificate<'static>> {
     found.certs.iter().map(|one| Certificate::from_der(one).to_owned()).collect()
 }
 
-/// Reads the certificates of a file, and its first key.
+/// Reads the certificates of a file, and its first key, by the parser of ureq, whose types they become.
 fn pem(path: &Path) -> Result<(Vec<Certificate<'static>>, Option<PrivateKey<'static>>)> {
     let invalid = |reason: String| Error::Setting { what: path.display().to_string(), reason };
     let text = std::fs::read(path).map_err(|error| invalid(error.to_string()))?;

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use ferry_pem::{PemError, certificates, explain_version, private_key};
 use rustix::io::Errno;
 use rustls::crypto::ring::default_provider;
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::CertificateDer;
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
-use rustls::{CertificateError, InconsistentKeys, RootCertStore, ServerConfig, ServerConnection};
+use rustls::{InconsistentKeys, RootCertStore, ServerConfig, ServerConnection};
 
 use crate::stream::{give, take};
 use crate::validity::{self, shown};
@@ -25,19 +25,9 @@ const LOOKS_MAX: usize = 16;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// A file cannot be read.
-    #[error("cannot read {}", .0.display())]
-    Unreadable(PathBuf, #[source] io::Error),
-    /// A file has invalid contents.
-    #[error("{path} holds no {what} in PEM (a part that begins with -----BEGIN {label}-----)", path = .path.display())]
-    Missing {
-        /// The file.
-        path: PathBuf,
-        /// What it should hold.
-        what: &'static str,
-        /// The PEM label.
-        label: &'static str,
-    },
+    /// A file has no certificate or key.
+    #[error(transparent)]
+    Pem(#[from] PemError),
     /// A certificate is invalid.
     #[error("{path} holds a certificate that cannot be used: {what}", path = .0.display(), what = .1)]
     Certificate(PathBuf, String),
@@ -86,8 +76,7 @@ impl Tls {
         if let Some(own) = chain.first() {
             check_times(certificate, own)?;
         }
-        let secret =
-            PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|_| missing(key, "private key", "PRIVATE KEY"))?;
+        let secret = private_key(key)?;
         let builder = ServerConfig::builder_with_provider(Arc::new(default_provider()))
             .with_safe_default_protocol_versions()
             .map_err(|error| TlsError::Key(key.into(), error.to_string()))?;
@@ -106,23 +95,6 @@ impl Tls {
         config.session_storage = Arc::new(NoServerSessionStorage {});
         Ok(Self { config: Arc::new(config), checks_clients: client_ca.is_some() })
     }
-}
-
-fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
-    std::fs::read(path).map_err(|error| TlsError::Unreadable(path.into(), error))
-}
-
-fn missing(path: &Path, what: &'static str, label: &'static str) -> TlsError {
-    TlsError::Missing { path: path.into(), what, label }
-}
-
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(path)?).collect();
-    let found = found.map_err(|error| TlsError::Certificate(path.into(), error.to_string()))?;
-    if found.is_empty() {
-        return Err(missing(path, "certificate", "CERTIFICATE"));
-    }
-    Ok(found)
 }
 
 fn check_times(path: &Path, certificate: &CertificateDer<'_>) -> Result<(), TlsError> {
@@ -271,15 +243,10 @@ impl Channel {
 
 /// Returns the likely cause of a failure.
 fn explained(error: &rustls::Error) -> String {
+    if let Some(remedy) = explain_version(error) {
+        return remedy;
+    }
     match error {
-        // rustls has no variant for it.
-        rustls::Error::InvalidCertificate(CertificateError::Other(inner))
-            if inner.to_string() == "UnsupportedCertVersion" =>
-        {
-            "the certificate is of X.509 version 1, and TLS needs version 3: have it signed with extensions \
-             (openssl x509 -req -copy_extensions copy); ferry share --help shows all of it"
-                .into()
-        }
         rustls::Error::InvalidMessage(_) => format!("it does not speak TLS, or not as it should ({error})"),
         rustls::Error::NoCertificatesPresented => "it shows no certificate, and one is asked for".into(),
         rustls::Error::AlertReceived(alert) => format!("it does not accept this server: alert {alert:?}"),

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use ferry_pem::{PemError, certificates, explain_version, private_key};
 use ferry_vfs::sync::lock;
 use rustls::crypto::ring::default_provider;
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::ServerName;
 use rustls::{AlertDescription, CertificateError, ClientConfig, ClientConnection, RootCertStore};
 
 use crate::transport::{Stream, Tcp, Transport, ended_by};
@@ -24,19 +24,9 @@ const PIECE_BYTES: usize = 64 << 10;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// A file cannot be read.
-    #[error("cannot read {}", .0.display())]
-    Unreadable(PathBuf, #[source] io::Error),
-    /// A file has invalid contents.
-    #[error("{path} holds no {what} in PEM (a part that begins with -----BEGIN {label}-----)", path = .path.display())]
-    Missing {
-        /// The file.
-        path: PathBuf,
-        /// The expected contents.
-        what: &'static str,
-        /// Their PEM label.
-        label: &'static str,
-    },
+    /// A file has no certificate or key.
+    #[error(transparent)]
+    Pem(#[from] PemError),
     /// A certificate or key is unusable.
     #[error("{path} cannot be used: {what}", path = .0.display(), what = .1)]
     Unusable(PathBuf, String),
@@ -80,11 +70,7 @@ impl Tls {
             None => builder.with_no_client_auth(),
             Some((certificate, key)) => {
                 let chain = certificates(certificate)?;
-                let secret = PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|_| TlsError::Missing {
-                    path: key.into(),
-                    what: "private key",
-                    label: "PRIVATE KEY",
-                })?;
+                let secret = private_key(key)?;
                 let unusable = |error: rustls::Error| match error {
                     rustls::Error::InvalidCertificate(_) => TlsError::Unusable(certificate.into(), explained(&error)),
                     _ => TlsError::Unusable(key.into(), explained(&error)),
@@ -95,21 +81,6 @@ impl Tls {
         // Certificates are verified on each connection.
         config.resumption = rustls::client::Resumption::disabled();
         Ok(Self { tcp, name, config: Arc::new(config) })
-    }
-}
-
-fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
-    std::fs::read(path).map_err(|error| TlsError::Unreadable(path.into(), error))
-}
-
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(path)?).collect();
-    match found {
-        Ok(found) if found.is_empty() => {
-            Err(TlsError::Missing { path: path.into(), what: "certificate", label: "CERTIFICATE" })
-        }
-        Ok(found) => Ok(found),
-        Err(error) => Err(TlsError::Unusable(path.into(), error.to_string())),
     }
 }
 
@@ -223,13 +194,10 @@ fn meant(error: io::Error) -> io::Error {
 /// Explains the likely cause of a failure.
 fn explained(error: &rustls::Error) -> String {
     use rustls::Error as Tls;
+    if let Some(remedy) = explain_version(error) {
+        return remedy;
+    }
     match error {
-        // rustls has no variant for it.
-        Tls::InvalidCertificate(CertificateError::Other(inner)) if inner.to_string() == "UnsupportedCertVersion" => {
-            "the certificate is of X.509 version 1, and TLS needs version 3: have it signed with extensions \
-             (openssl x509 -req -copy_extensions copy); ferry share --help shows all of it"
-                .into()
-        }
         Tls::InvalidCertificate(CertificateError::UnknownIssuer) => {
             "its certificate is signed by none of the authorities that were given".into()
         }
