@@ -1,5 +1,5 @@
 //! Loop devices: block devices from files, for kernels whose EROFS mounts only block devices.
-#![allow(unsafe_code, reason = "two ioctls without a safe wrapper")]
+#![allow(unsafe_code, reason = "two ioctls without a safe wrapper, and a structure of the kernel")]
 
 use std::fs::File;
 use std::io;
@@ -7,35 +7,15 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use linux_raw_sys::loop_device::{LOOP_CONFIGURE, LOOP_CTL_GET_FREE, loop_config};
 use nix::libc;
 use rustix::io::Errno;
-use rustix::ioctl::{Opcode, Setter, ioctl};
+use rustix::ioctl::{Setter, ioctl};
 
-/// `LOOP_CONFIGURE` and `LOOP_CTL_GET_FREE` of include/uapi/linux/loop.h.
-const LOOP_CONFIGURE: Opcode = 0x4c0a;
-const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4c82;
 /// `LO_FLAGS_READ_ONLY | LO_FLAGS_AUTOCLEAR`: the device is released when it is neither open nor mounted.
 const FLAGS: u32 = 1 | 4;
 /// Another process may take a free device first.
 const TRIES_MAX: usize = 64;
-
-/// `struct loop_config` with its `struct loop_info64`.
-#[repr(C)]
-struct Config {
-    fd: u32,
-    block_bytes: u32,
-    /// Device, inode, rdevice, offset, size limit.
-    places: [u64; 5],
-    /// Number, type and size of the key of an encryption.
-    encryption: [u32; 3],
-    flags: u32,
-    names: [[u8; 64]; 2],
-    key: [u8; 32],
-    init: [u64; 2],
-    reserved: [u64; 8],
-}
-
-const _: () = assert!(size_of::<Config>() == 304);
 
 /// A read-only loop device. It exists while this or a mount uses it.
 #[derive(Debug)]
@@ -71,23 +51,16 @@ impl Loop {
 /// Returns the number of a device that is free now.
 fn free(control: &File) -> io::Result<i32> {
     // SAFETY: LOOP_CTL_GET_FREE takes no argument and writes to no memory.
-    let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) };
+    let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE as libc::Ioctl) };
     if number < 0 { Err(io::Error::last_os_error()) } else { Ok(number) }
 }
 
 fn configure(device: &File, backing: &File) -> rustix::io::Result<()> {
-    let config = Config {
-        fd: u32::try_from(backing.as_raw_fd()).unwrap_or(u32::MAX),
-        block_bytes: 0,
-        places: [0; 5],
-        encryption: [0; 3],
-        flags: FLAGS,
-        names: [[0; 64]; 2],
-        key: [0; 32],
-        init: [0; 2],
-        reserved: [0; 8],
-    };
-    // SAFETY: LOOP_CONFIGURE reads a `struct loop_config`; `Config` is laid out as that is, and lives until the call returns. The
-    // kernel takes a reference of its own to the file.
-    unsafe { ioctl(device, Setter::<LOOP_CONFIGURE, Config>::new(config)) }
+    // SAFETY: it consists of integers, all of which may be zero.
+    let mut config: loop_config = unsafe { std::mem::zeroed() };
+    config.fd = u32::try_from(backing.as_raw_fd()).unwrap_or(u32::MAX);
+    config.info.lo_flags = FLAGS;
+    // SAFETY: LOOP_CONFIGURE reads a `struct loop_config`, which lives until the call returns. The kernel takes a reference of its
+    // own to the file.
+    unsafe { ioctl(device, Setter::<LOOP_CONFIGURE, loop_config>::new(config)) }
 }
