@@ -87,9 +87,18 @@ impl Server {
             Operation::Statx { handle, .. } => return self.statx(cx, handle, carrier),
             Operation::Setattr { handle, ref set, .. } => return self.setattr(cx, handle, set, carrier),
             Operation::Readlink => return self.readlink(cx, carrier),
-            Operation::Symlink { name, target } => return self.symlink(cx, name, target, carrier),
-            Operation::Mknod { name, ref new } => return self.mknod(cx, name, new, carrier),
-            Operation::Mkdir { name, ref new } => return self.mkdir(cx, name, new, carrier),
+            Operation::Symlink { name, target } => {
+                let entry = self.share.source.symlink(&cx.caller, cx.ino, name, target)?;
+                return self.reply_with_new(cx, (name, false), entry, carrier);
+            }
+            Operation::Mknod { name, ref new } => {
+                let entry = self.share.source.mknod(&cx.caller, cx.ino, name, new)?;
+                return self.reply_with_new(cx, (name, false), entry, carrier);
+            }
+            Operation::Mkdir { name, ref new } => {
+                let entry = self.share.source.mkdir(&cx.caller, cx.ino, name, new)?;
+                return self.reply_with_new(cx, (name, true), entry, carrier);
+            }
             Operation::Link { from, name } => return self.link(cx, from, name, carrier),
             Operation::Unlink { name } => self.remove(cx, name, false),
             Operation::Rmdir { name } => self.remove(cx, name, true),

@@ -1,7 +1,7 @@
 //! SYMLINK, READLINK, MKNOD, MKDIR, LINK, UNLINK, RMDIR and RENAME.
 
 use ferry_engine::ReplyBuffer;
-use ferry_vfs::{CreateArgs, Entry, Ino, Name, RenameFlags, Result, XattrFlags, checks};
+use ferry_vfs::{Entry, Ino, Name, RenameFlags, Result, XattrFlags, checks};
 use ferry_wire::fuse::Reply;
 
 use crate::carrier::ServeOutcome;
@@ -20,50 +20,17 @@ impl Server {
         Ok(cx.done(buffer, &Reply::Bytes(checks::target(&target)?)))
     }
 
-    /// Labels a new inode, and replies with it.
-    fn reply_with_new(
+    /// Ends SYMLINK, MKNOD and MKDIR: labels the new inode, and replies with it.
+    pub(crate) fn reply_with_new(
         &self,
         cx: &Context<'_>,
-        name: NewName<'_>,
+        (name, is_dir): (Name<'_>, bool),
         entry: Entry,
         buffer: &mut impl ReplyBuffer,
     ) -> Result<ServeOutcome> {
-        let entry = self.apply_security_label(cx, entry, Some(name))?;
-        let (NewName::Dir(name) | NewName::Other(name)) = name;
+        let new_name = if is_dir { NewName::Dir(name) } else { NewName::Other(name) };
+        let entry = self.apply_security_label(cx, entry, Some(new_name))?;
         self.entry(cx, Some(name), entry, buffer)
-    }
-
-    pub(crate) fn symlink(
-        &self,
-        cx: &Context<'_>,
-        name: Name<'_>,
-        target: &[u8],
-        buffer: &mut impl ReplyBuffer,
-    ) -> Result<ServeOutcome> {
-        let entry = self.share.source.symlink(&cx.caller, cx.ino, name, target)?;
-        self.reply_with_new(cx, NewName::Other(name), entry, buffer)
-    }
-
-    pub(crate) fn mknod(
-        &self,
-        cx: &Context<'_>,
-        name: Name<'_>,
-        new: &CreateArgs,
-        buffer: &mut impl ReplyBuffer,
-    ) -> Result<ServeOutcome> {
-        let entry = self.share.source.mknod(&cx.caller, cx.ino, name, new)?;
-        self.reply_with_new(cx, NewName::Other(name), entry, buffer)
-    }
-
-    pub(crate) fn mkdir(
-        &self,
-        cx: &Context<'_>,
-        name: Name<'_>,
-        new: &CreateArgs,
-        buffer: &mut impl ReplyBuffer,
-    ) -> Result<ServeOutcome> {
-        let entry = self.share.source.mkdir(&cx.caller, cx.ino, name, new)?;
-        self.reply_with_new(cx, NewName::Dir(name), entry, buffer)
     }
 
     pub(crate) fn link(
