@@ -68,6 +68,11 @@ impl Walk {
         self.nodes.len()
     }
 
+    /// The connection, for more requests.
+    pub fn driver(&mut self) -> &mut Driver {
+        &mut self.driver
+    }
+
     /// Gives all references back; the server has done so, too, when this returns.
     ///
     /// # Errors

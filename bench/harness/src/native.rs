@@ -34,6 +34,12 @@ pub fn rate(native: Native, place: Place<'_>, seconds: f64) -> Result<f64> {
     Ok(report.requests_per_second)
 }
 
+/// All that is known of a load over several queues, with any CPU.
+pub fn report(native: Native, socket: &Path, seconds: f64) -> Result<Report> {
+    let place = Place { socket, cpu: None, one_queue: false };
+    run(socket, None, Load { seconds: Some(seconds), ..load(native, place) })
+}
+
 /// What a request costs, in a run of its own. `sleep` makes the driver wait in the kernel, as a guest does.
 pub fn counts(native: Native, place: Place<'_>, requests: u64, sleep: bool) -> Result<Counts> {
     costs(place.socket, place.cpu, &Load { sleep, ..load(native, place) }, requests)

@@ -42,7 +42,8 @@ pub fn keep_head(folder: &Path, table: &str, write: impl FnOnce() -> Result<()>)
     std::fs::write(&path, report).with_context(|| format!("cannot write {}", path.display()))
 }
 
-fn notes(folder: &Path, table: &str) -> Result<String> {
+/// What was written by hand about a table's figures, as the last chapter of its report.
+pub fn notes(folder: &Path, table: &str) -> Result<String> {
     let path = folder.join(format!("{table}-notes.md"));
     match std::fs::read_to_string(&path) {
         Ok(text) => Ok(format!("\n### Why\n\n{text}")),

@@ -175,6 +175,11 @@ impl Server {
         measure::serving(self.child.id())
     }
 
+    /// The process that was started, which may be another one than that which serves.
+    pub fn started(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Whether it still runs.
     pub fn is_alive(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
@@ -199,7 +204,7 @@ impl Drop for Server {
 
 /// Whether somebody listens at a socket's path: the file is there a moment earlier, and not everybody who connects tries
 /// again.
-fn is_listening(socket: &Path) -> bool {
+pub fn is_listening(socket: &Path) -> bool {
     let table = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
     socket.exists() && table.lines().any(|line| is_listener(line, socket))
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// How many files of a crate are in cycles. The numbers may only decrease.
 const KNOWN_FILES: &[(&str, usize)] = &[
     ("bench/driver", 19),
-    ("bench/harness", 28),
+    ("bench/harness", 24),
     ("engine", 7),
     ("exports/fuse", 10),
     ("exports/ninep", 20),

@@ -1,19 +1,19 @@
 //! The memory of a server for a guest that has looked up a million inodes.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use ferry_driver::walk::Walk;
-use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::{Size, TABLE};
 use crate::line::Line;
+use crate::procfs::kib;
 use crate::rows::Config;
 use crate::server::{Peer, Programs, Server, Sharing};
 use crate::stats::Better;
+use crate::tmpfs::Tmpfs;
 
 /// Files in each directory.
 pub const FOLDER_FILES: usize = 1000;
@@ -41,31 +41,13 @@ pub struct Memory<'a> {
     pub size: Size,
 }
 
-/// Many empty files, in memory: they go in a moment, and no disk is waited for.
-#[derive(Debug)]
-struct Files(PathBuf);
-
-impl Files {
-    fn make(path: PathBuf, folders: usize) -> Result<Self> {
-        std::fs::create_dir_all(&path)?;
-        rustix::mount::mount("tmpfs", &path, "tmpfs", MountFlags::empty(), Some(c"nr_inodes=0"))
-            .context("cannot mount a tmpfs")?;
-        let files = Self(path);
-        for folder in 0..folders {
-            let folder = files.0.join(format!("d{folder:04}"));
-            std::fs::create_dir(&folder)?;
-            for number in 0..FOLDER_FILES {
-                File::create(folder.join(format!("file-{number:03}")))?;
-            }
-        }
-        Ok(files)
+/// Makes the empty files.
+fn make_files(path: PathBuf, folders: usize) -> Result<Tmpfs> {
+    let tmpfs = Tmpfs::mount(path)?;
+    for folder in 0..folders {
+        tmpfs.make_files(&format!("d{folder:04}"), u64::try_from(FOLDER_FILES)?)?;
     }
-}
-
-impl Drop for Files {
-    fn drop(&mut self) {
-        let _ = rustix::mount::unmount(&self.0, UnmountFlags::DETACH);
-    }
+    Ok(tmpfs)
 }
 
 impl Memory<'_> {
@@ -75,7 +57,7 @@ impl Memory<'_> {
             Line::new(TABLE, row.into(), Config::AutoNoXattr.name(), unit, Better::Lower)
         };
         let mut lines = FIGURES.map(new);
-        let files = match Files::make(self.work.join("walked"), self.size.folders) {
+        let files = match make_files(self.work.join("walked"), self.size.folders) {
             Ok(files) => files,
             Err(error) => {
                 lines[0].fail(&format!("{error:#}"));
@@ -89,7 +71,7 @@ impl Memory<'_> {
             if out.contains(&peer) {
                 continue;
             }
-            match self.walk(peer, &files.0) {
+            match self.walk(peer, files.path()) {
                 Ok(figures) => {
                     for (samples, figure) in samples.iter_mut().zip(figures) {
                         samples.entry(peer.name().into()).or_default().push(figure);
@@ -130,29 +112,5 @@ impl Memory<'_> {
         let [after] = kib(server.pid(), ["VmRSS:"])?;
         let each = (rss - begun) * 1024.0 / expected as f64;
         Ok([rss / 1024.0, most / 1024.0, each, at_once, later, after / 1024.0, took])
-    }
-}
-
-/// Figures of a process's status, in KiB, all of the same moment.
-fn kib<const COUNT: usize>(pid: u32, names: [&str; COUNT]) -> Result<[f64; COUNT]> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let mut figures = [0.0; COUNT];
-    for (name, figure) in names.into_iter().zip(&mut figures) {
-        let value = status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok());
-        *figure = value.with_context(|| format!("no {name} in the status of process {pid}"))?;
-    }
-    Ok(figures)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reads_a_status() {
-        let me = std::process::id();
-        let [now, most] = kib(me, ["VmRSS:", "VmHWM:"]).unwrap();
-        assert!(now > 100.0 && most >= now, "{now} {most}");
-        assert!(kib(me, ["VmNothing:"]).is_err());
     }
 }

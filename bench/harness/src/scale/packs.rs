@@ -7,7 +7,8 @@ use std::time::Instant;
 use anyhow::Result;
 use ferry_image::{Algorithm, BuildOptions, Index, Object, Store, build};
 
-use super::{Case, Measure};
+use super::case::{Case, Figure, Measure};
+use super::place::Place;
 
 /// Objects of each pack, and how long they are: each takes two blocks.
 const OBJECTS: u64 = 100;
@@ -18,7 +19,8 @@ pub const CASES: &[Case] = &[Case {
     name: "build of one file that the store has",
     of: "packs in the store",
     sizes: &[50, 500, 2000],
-    unit: "ms",
+    quick_max: 2000,
+    figures: &[Figure { name: "", unit: "ms", growth_max: None }],
     prepare: prepare_build,
 }];
 
@@ -36,7 +38,8 @@ fn add_pack(packs: &Path, number: u64) -> Result<()> {
     Ok(fs::write(packs.join(format!("{name}.index")), bytes)?)
 }
 
-fn prepare_build(folder: &Path, count: u64) -> Result<Measure> {
+fn prepare_build(place: &Place, count: u64) -> Result<Measure> {
+    let folder = &place.folder;
     let (tree, image, store) = (folder.join("tree"), folder.join("image"), folder.join("store"));
     fs::create_dir(&tree)?;
     fs::write(tree.join("file"), vec![7; 5000])?;
@@ -46,13 +49,13 @@ fn prepare_build(folder: &Path, count: u64) -> Result<Measure> {
         Ok(())
     };
     run()?;
-    let packs = folder.join("store/packs");
+    let packs = place.folder.join("store/packs");
     (1..count).try_for_each(|number| add_pack(&packs, number))?;
     // The first build after a change of the store is not what is measured.
     run()?;
     Ok(Box::new(move || {
         let begin = Instant::now();
         run()?;
-        Ok(begin.elapsed().as_secs_f64() * 1e3)
+        Ok(vec![begin.elapsed().as_secs_f64() * 1e3])
     }))
 }

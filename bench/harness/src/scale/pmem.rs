@@ -1,4 +1,4 @@
-//! Persistent memory file systems with many files.
+//! Persistent memory file systems with many files, and files with many extents.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -6,29 +6,63 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use ferry_mem::pmem::{self, Options, fsck};
-use ferry_vfs::{Caller, CreateArgs, FileSystem, FileType, Ino, Name};
+use ferry_vfs::{Caller, CreateArgs, Data, FileSystem, FileType, Ino, IoRange, Name, OFlags, Seek, SetAttr};
 
-use super::{Case, Measure, resident_mib};
+use super::case::{Case, Figure, Measure, STRAIGHT, us_each};
+use super::place::Place;
+use crate::noise::Noise;
+use crate::tmpfs::Tmpfs;
 
 /// Files of each directory, as a package manager or a mail server has them.
 const FILES: u64 = 1000;
 /// Room for the log of the most files; nothing of it is taken that nothing is written to.
 const IMAGE_BYTES: u64 = 16 << 30;
+const BLOCK_BYTES: u64 = 4096;
+/// Reads anywhere in a file, and searches for data.
+const STEPS: u64 = 10_000;
+const MIB: f64 = 1024.0 * 1024.0;
 
 const SIZES: &[u64] = &[1_000, 10_000, 100_000, 1_000_000];
+const QUICK_MAX: u64 = 100_000;
 const OF: &str = "files";
 
 pub const CASES: &[Case] = &[
-    Case { name: "creating a file on pmem and making all durable", of: OF, sizes: SIZES, unit: "us", prepare: create },
-    Case { name: "checking an image of pmem", of: OF, sizes: SIZES, unit: "ms", prepare: check },
-    Case { name: "mounting an image of pmem", of: OF, sizes: SIZES, unit: "ms", prepare: mount },
-    Case { name: "memory of a mounted image of pmem", of: OF, sizes: SIZES, unit: "MiB", prepare: memory },
+    Case {
+        name: "files on pmem",
+        of: OF,
+        sizes: SIZES,
+        quick_max: QUICK_MAX,
+        figures: &[
+            Figure { name: "create one, and make all durable", unit: "us", growth_max: STRAIGHT },
+            Figure { name: "check, for one", unit: "us", growth_max: STRAIGHT },
+            Figure { name: "mount, for one", unit: "us", growth_max: STRAIGHT },
+            Figure { name: "memory of one", unit: "bytes", growth_max: STRAIGHT },
+        ],
+        prepare: files_of_image,
+    },
     Case {
         name: "memory of a mounted image of pmem whose files were removed",
         of: OF,
         sizes: SIZES,
-        unit: "MiB",
+        quick_max: QUICK_MAX,
+        figures: &[Figure { name: "", unit: "MiB", growth_max: None }],
         prepare: memory_of_removed,
+    },
+    Case {
+        name: "extents of a file on pmem, a block each with a hole behind it",
+        of: "extents",
+        sizes: SIZES,
+        quick_max: QUICK_MAX,
+        figures: &[
+            Figure { name: "write one", unit: "us", growth_max: STRAIGHT },
+            Figure { name: "read one, anywhere", unit: "us", growth_max: STRAIGHT },
+            Figure { name: "find the data behind a hole", unit: "us", growth_max: STRAIGHT },
+            Figure { name: "memory of one", unit: "bytes", growth_max: STRAIGHT },
+            Figure { name: "mount, for one", unit: "us", growth_max: STRAIGHT },
+            Figure { name: "check, for one", unit: "us", growth_max: STRAIGHT },
+            Figure { name: "truncate, for one", unit: "us", growth_max: STRAIGHT },
+        ],
+        prepare: extents,
     },
 ];
 
@@ -52,51 +86,46 @@ fn make(folder: &Path, files: u64) -> Result<(PathBuf, f64)> {
         source.forget(dir.ino, 1);
     }
     source.syncfs(&cx, Ino::ROOT)?;
-    #[allow(clippy::cast_precision_loss, reason = "there are not so many")]
-    let us = begin.elapsed().as_secs_f64() * 1e6 / files as f64;
-    Ok((path, us))
+    Ok((path, us_each(begin, files)))
 }
 
-fn create(folder: &Path, files: u64) -> Result<Measure> {
-    let folder = folder.to_owned();
-    Ok(Box::new(move || Ok(make(&folder, files)?.1)))
+fn files_of_image(place: &Place, files: u64) -> Result<Measure> {
+    let place = place.clone();
+    Ok(Box::new(move || measure_files(&place, files)))
 }
 
-fn check(folder: &Path, files: u64) -> Result<Measure> {
-    let (path, _) = make(folder, files)?;
-    Ok(Box::new(move || {
-        let begin = Instant::now();
-        let report = fsck(&path, None, false)?;
-        let ms = begin.elapsed().as_secs_f64() * 1e3;
-        ensure!(report.is_clean(), "it is damaged: {:?}", report.findings);
-        Ok(ms)
-    }))
+#[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
+fn measure_files(place: &Place, files: u64) -> Result<Vec<f64>> {
+    let (path, create) = make(&place.folder, files)?;
+    let begin = Instant::now();
+    let report = fsck(&path, None, false)?;
+    let check = us_each(begin, files);
+    ensure!(report.is_clean(), "it is damaged: {:?}", report.findings);
+    let begin = Instant::now();
+    let source = pmem::open(&path, &Options::default())?;
+    let mount = us_each(begin, files);
+    drop(source);
+    let memory = memory_bytes(place, &path)? / files as f64;
+    Ok(vec![create, check, mount, memory])
 }
 
-fn mount(folder: &Path, files: u64) -> Result<Measure> {
-    let (path, _) = make(folder, files)?;
-    Ok(Box::new(move || {
-        let begin = Instant::now();
-        let source = pmem::open(&path, &Options::default())?;
-        let ms = begin.elapsed().as_secs_f64() * 1e3;
-        drop(source);
-        Ok(ms)
-    }))
+/// The memory that a server of an image has, without that which it has of an empty one, in bytes; the image itself is not in it.
+fn memory_bytes(place: &Place, image: &Path) -> Result<f64> {
+    let empty = place.folder.join("empty");
+    if !empty.exists() {
+        File::create(&empty)?.set_len(IMAGE_BYTES)?;
+        drop(pmem::open(&empty, &Options { size_bytes: Some(IMAGE_BYTES), ..Options::default() })?);
+    }
+    let kib = |image: &Path| {
+        let server = place.share(&format!("pmem:{}", image.display()), &[], "socket")?;
+        let [kib] = crate::procfs::kib(server.pid(), ["RssAnon:"])?;
+        anyhow::Ok(kib)
+    };
+    Ok((kib(image)? - kib(&empty)?).max(0.0) * 1024.0)
 }
 
-fn memory(folder: &Path, files: u64) -> Result<Measure> {
-    let (path, _) = make(folder, files)?;
-    Ok(Box::new(move || {
-        let before = resident_mib()?;
-        let source = pmem::open(&path, &Options::default())?;
-        let after = resident_mib()?;
-        drop(source);
-        Ok((after - before).max(0.0))
-    }))
-}
-
-fn memory_of_removed(folder: &Path, files: u64) -> Result<Measure> {
-    let (path, _) = make(folder, files)?;
+fn memory_of_removed(place: &Place, files: u64) -> Result<Measure> {
+    let (path, _) = make(&place.folder, files)?;
     let source = pmem::open(&path, &Options::default())?;
     let cx = Caller::default();
     for dir in 0..files.div_ceil(FILES) {
@@ -111,11 +140,73 @@ fn memory_of_removed(folder: &Path, files: u64) -> Result<Measure> {
     }
     source.syncfs(&cx, Ino::ROOT)?;
     drop(source);
-    Ok(Box::new(move || {
-        let before = resident_mib()?;
-        let source = pmem::open(&path, &Options::default())?;
-        let after = resident_mib()?;
-        drop(source);
-        Ok((after - before).max(0.0))
-    }))
+    let place = place.clone();
+    Ok(Box::new(move || Ok(vec![memory_bytes(&place, &path)? / MIB])))
+}
+
+fn extents(place: &Place, extents: u64) -> Result<Measure> {
+    // The data are as large as they are many, and no disk is to write them.
+    let tmpfs = Tmpfs::mount(place.folder.join("host"))?;
+    let place = place.clone();
+    Ok(Box::new(move || measure_extents(&place, tmpfs.path(), extents)))
+}
+
+#[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
+fn measure_extents(place: &Place, folder: &Path, extents: u64) -> Result<Vec<f64>> {
+    let path = folder.join("image");
+    File::create(&path)?.set_len(IMAGE_BYTES)?;
+    let source = pmem::open(&path, &Options { size_bytes: Some(IMAGE_BYTES), ..Options::default() })?;
+    let cx = Caller::default();
+    let new = CreateArgs { mode: FileType::RegularFile.as_raw_mode() | 0o644, umask: 0, rdev: 0 };
+    let name = Name::new(b"file")?;
+    let ino = source.mknod(&cx, Ino::ROOT, name, &new)?.ino;
+    let handle = source.open(&cx, ino, OFlags::RDWR)?;
+    let at = |number: u64, len: u32| {
+        let offset = number * 2 * BLOCK_BYTES;
+        IoRange { ino, handle, offset, len, flags: OFlags::RDWR, clear_privileges: false, owner: None }
+    };
+    let len = u32::try_from(BLOCK_BYTES)?;
+    let block = vec![7; usize::try_from(BLOCK_BYTES)?];
+    let begin = Instant::now();
+    for number in 0..extents {
+        let written = source.write(&cx, &at(number, len), &mut &block[..])?;
+        ensure!(matches!(written, Data::Bytes(bytes) if bytes == block.len()), "a block is not written: {written:?}");
+    }
+    let write = us_each(begin, extents);
+
+    let (mut any, mut data) = (Noise(extents), Vec::new());
+    let begin = Instant::now();
+    for _ in 0..STEPS {
+        data.clear();
+        source.read(&cx, &at(any.below(extents), len), &mut data)?;
+    }
+    let read = us_each(begin, STEPS);
+    let begin = Instant::now();
+    for _ in 0..STEPS {
+        let before = any.below(extents - 1);
+        let found = source.lseek(&cx, ino, handle, (2 * before + 1) * BLOCK_BYTES, Seek::Data)?;
+        ensure!(found == 2 * (before + 1) * BLOCK_BYTES, "data are found at {found}");
+    }
+    let seek = us_each(begin, STEPS);
+    source.release(&cx, ino, handle);
+    source.forget(ino, 1);
+    source.syncfs(&cx, Ino::ROOT)?;
+    drop(source);
+
+    let memory = memory_bytes(place, &path)? / extents as f64;
+    let begin = Instant::now();
+    let report = fsck(&path, None, false)?;
+    let checked = us_each(begin, extents);
+    ensure!(report.is_clean(), "it is damaged: {:?}", report.findings);
+    let begin = Instant::now();
+    let source = pmem::open(&path, &Options::default())?;
+    let mounted = us_each(begin, extents);
+    let ino = source.lookup(&cx, Ino::ROOT, name)?.ino;
+    let begin = Instant::now();
+    source.setattr(&cx, ino, None, &SetAttr { size: Some(0), ..SetAttr::default() })?;
+    let truncated = us_each(begin, extents);
+    source.forget(ino, 1);
+    drop(source);
+    std::fs::remove_file(&path)?;
+    Ok(vec![write, read, seek, memory, mounted, checked, truncated])
 }
