@@ -1,7 +1,8 @@
-//! The costs table: memory, the sandbox, metrics, rate limits, and watching for changes on the host.
+//! The costs table: starts, idle servers, memory, the sandbox, metrics, rate limits, and watching for changes on the host.
 
 mod memory;
 pub mod report;
+mod start;
 mod watching;
 
 use std::process::ExitCode;
@@ -10,6 +11,7 @@ use anyhow::{Context, Result, ensure};
 use ferry_guest::Cache;
 
 use self::memory::Memory;
+use self::start::Starts;
 use self::watching::Watching;
 use crate::cli::Cli;
 use crate::data::Data;
@@ -32,6 +34,8 @@ const METRICS_ROW: &str = "native-read-4k q1 d16";
 pub struct Size {
     /// Runs of each.
     runs: usize,
+    /// Starts of each server.
+    starts: usize,
     /// Directories of 1000 files that are walked over.
     folders: usize,
     /// Files that are changed where it is watched.
@@ -40,14 +44,15 @@ pub struct Size {
 
 impl Size {
     /// A million files are walked over.
-    pub const FULL: Self = Self { runs: 5, folders: 1000, changed: 20_000 };
+    pub const FULL: Self = Self { runs: 5, starts: 9, folders: 1000, changed: 20_000 };
     /// A fiftieth and a tenth.
-    const QUICK: Self = Self { runs: 2, folders: 20, changed: 2000 };
+    const QUICK: Self = Self { runs: 2, starts: 3, folders: 20, changed: 2000 };
 }
 
-/// What a row measures; one of memory or watching makes several lines.
+/// What a row measures; one of starts, memory or watching makes several lines.
 #[derive(Debug, Clone)]
 enum Step {
+    Start,
     Memory,
     Sandbox(Row),
     Metrics(Row),
@@ -58,6 +63,7 @@ enum Step {
 impl Step {
     fn name(&self) -> String {
         match self {
+            Self::Start => "start, idle".into(),
             Self::Memory => "memory".into(),
             Self::Sandbox(row) => format!("sandbox: {}", row.name),
             Self::Metrics(row) => format!("metrics: {}", row.name),
@@ -99,6 +105,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
             loads.set_peers(&[Peer::Ferry, other]);
             vec![Line { row: step.name(), note: None, ..loads.run(row) }]
         }
+        Step::Start => Starts { work: &cli.work, programs: &programs, table: TABLE, runs: size.starts }.run(&skipped),
         Step::Memory => Memory { work: &cli.work, programs: &programs, cpus: &cpus, size }.run(&skipped),
         Step::Watching => Watching { work: &cli.work, ferry: &programs.ferry, size }.run(),
     })?;
@@ -117,7 +124,8 @@ fn steps(cli: &Cli) -> Vec<Step> {
     let metrics = native.clone().into_iter().filter(|row| row.name == METRICS_ROW).map(Step::Metrics);
     let limits = native.clone().into_iter().filter(|row| row.name.starts_with("native-read")).map(Step::Limits);
     let sandbox = native.into_iter().map(Step::Sandbox);
-    let all = [Step::Memory].into_iter().chain(sandbox).chain(metrics).chain(limits).chain([Step::Watching]);
+    let all =
+        [Step::Start, Step::Memory].into_iter().chain(sandbox).chain(metrics).chain(limits).chain([Step::Watching]);
     all.filter(|step| cli.rows.as_ref().is_none_or(|regex| regex.is_match(&step.name()))).collect()
 }
 
@@ -130,7 +138,10 @@ mod tests {
     fn rows_can_be_chosen() {
         let count =
             |words: &[&str]| steps(&Cli::parse_from(["bench/run", TABLE, "--work", "/w"].iter().chain(words))).len();
-        assert_eq!((count(&[]), count(&["--rows", "^sandbox"]), count(&["--rows", "^memory$"])), (11, 5, 1));
-        assert_eq!((count(&["--rows", "^metrics"]), count(&["--rows", "^limits"])), (1, 3));
+        assert_eq!((count(&[]), count(&["--rows", "^sandbox"]), count(&["--rows", "^memory$"])), (12, 5, 1));
+        assert_eq!(
+            (count(&["--rows", "^metrics"]), count(&["--rows", "^limits"]), count(&["--rows", "^start"])),
+            (1, 3, 1)
+        );
     }
 }

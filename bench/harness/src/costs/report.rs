@@ -6,6 +6,7 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::memory::FOLDER_FILES;
+use super::start::{MEMORY, START_ROWS, WAKES};
 use super::{Size, TABLE};
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
@@ -20,9 +21,22 @@ const UNCOUNTED: &str = "without-metrics";
 /// The least that is left of a load's requests with metrics.
 const METRICS_RATIO_MIN: f64 = 0.98;
 
-/// What was to be reached: less memory than virtiofsd takes, and metrics that cost little.
+/// A server is to be ready in at most so many milliseconds.
+const READY_MS_MAX: f64 = 30.0;
+
+/// What was to be reached: servers that start soon and sleep, less memory than virtiofsd takes, and metrics that cost little.
 pub fn targets(lines: &[Line]) -> Vec<Target> {
-    let memory = lines.iter().filter(|line| line.row.starts_with("memory: ") && line.unit != "ms");
+    let most = |line: &Line| {
+        let limit = match &*line.row {
+            row if START_ROWS.contains(&row) => READY_MS_MAX,
+            row if row.starts_with(WAKES) => 0.0,
+            _ => return None,
+        };
+        Some(Target::at_most(format!("{}, {}", line.row, line.unit), line.ferry?, limit))
+    };
+    let memory = lines
+        .iter()
+        .filter(|line| line.row.starts_with(MEMORY) || line.row.starts_with("memory: ") && line.unit != "ms");
     let ratio =
         |line: &Line| Some(Target::at_least(format!("{}: {PEER} : ferry", line.row), *line.ratio.get(PEER)?, 1.0));
     let metrics = lines.iter().filter(|line| line.row.starts_with("metrics: "));
@@ -30,7 +44,7 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
         let ratio = *line.ratio.get(UNCOUNTED)?;
         Some(Target::at_least(format!("{}: ferry : {UNCOUNTED}", line.row), ratio, METRICS_RATIO_MIN))
     };
-    memory.filter_map(ratio).chain(metrics.filter_map(cost)).collect()
+    lines.iter().filter_map(most).chain(memory.filter_map(ratio)).chain(metrics.filter_map(cost)).collect()
 }
 
 /// Writes the report into a folder.
@@ -39,16 +53,21 @@ pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target
 }
 
 fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -> String {
-    let mut out = String::from("# What Ferry costs: memory, sandbox, limits, watching\n\n");
+    let mut out = String::from("# What Ferry costs: starts, memory, sandbox, limits, watching\n\n");
     let Machine { cpu, cpus, kernel, file_system, virtiofsd, ferry, command, date, .. } = machine;
-    let Size { runs, folders, changed } = size;
+    let Size { runs, starts, folders, changed } = size;
     let _ = writeln!(
         out,
-        "`{command}`, begun {date} UTC. {runs} runs of each (sandbox: as the virtiofs table), in turn; medians, with the least \
+        "`{command}`, begun {date} UTC. {runs} runs of each (start: {starts}; idle: 1; sandbox: as the virtiofs table), in turn; medians, with the least \
          and the greatest in brackets. A ratio above 1 means that Ferry as it is by default is better.\n\n\
          | | |\n| --- | --- |\n\
          | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on {file_system} |\n\
          | Ferry | {ferry} |\n| virtiofsd | {virtiofsd}, `--sandbox none --seccomp none` |\n\n\
+         * `start`: from the exec of the program until its socket listens, or until a file's attributes can be had through the mount; \
+         page faults of all its processes until then. virtiofsd with its defaults, by a shell script of two lines, which counts. The program's size is \
+         what is loaded of it, without symbols.\n\
+         * `idle`: voluntary context switches of all threads of all processes in 5 s, eight seconds after the guest's last request; \
+         RSS, and what no other process has mapped.\n\
          * `memory`: the native driver walks over {} empty files in {folders} directories on a tmpfs by READDIRPLUS, keeps \
          all inodes for half a minute, and gives them back by BATCH_FORGET. Both servers remember files by file handles, and share memory with \
          the driver, which counts, too.\n\
@@ -103,11 +122,17 @@ mod tests {
         line.fill(&[(FERRY.to_owned(), vec![300.0]), (PEER.to_owned(), vec![450.0])].into());
         let mut watched = Line::new(TABLE, "watching: changes".into(), "always", "ms", Better::Lower);
         watched.also.insert("server_cpu_ms".into(), [(FERRY.to_owned(), 280.0)].into());
-        let lines = [line, watched];
+        let [mut start, mut wakes] = [(START_ROWS[0].to_owned(), "ms"), (format!("{WAKES} of a share"), "wake-ups/s")]
+            .map(|(row, unit)| Line::new(TABLE, row, "auto", unit, Better::Lower));
+        start.fill(&[(FERRY.to_owned(), vec![12.0]), (PEER.to_owned(), vec![24.0])].into());
+        wakes.fill(&[(FERRY.to_owned(), vec![0.0])].into());
+        let lines = [start, wakes, line, watched];
         let targets = targets(&lines);
-        assert_eq!(targets.len(), 1);
+        assert_eq!(targets.len(), 3);
         let text = markdown(&lines, &Machine::default(), &targets, Size::FULL);
         for part in [
+            "| start: ferry share, until a guest can connect, ms | 12.00 | at most 30 | reached |",
+            "| idle: wake-ups of a share, wake-ups/s | 0.00 | at most 0 | reached |",
             "| memory: RSS after the walk: virtiofsd : ferry | 1.50 | at least 1 | reached |",
             "| memory: RSS after the walk | MiB | 300 [300, 300] | virtiofsd | 450 [450, 450] | **1.50** |",
             "over 1000000 empty files in 1000 directories",
