@@ -1,10 +1,10 @@
-//! What is kept on disk:
+//! The folder of a store of layers:
 //!
 //! ```text
-//! ROOT/store/          the bytes of files that were read
+//! ROOT/store/          the data of files that were read
 //! ROOT/layers/NAME.img the image of a layer, by the digests of its blob and of its table of contents, and by the reference:
 //!                      only its registry says where in the blob the table is
-//! ROOT/entries/HASH    what was found under a reference and a digest, in JSON
+//! ROOT/entries/HASH    the layer that a reference and a digest name, in JSON
 //! ROOT/lock            locked by the process that uses the folder
 //! ```
 
@@ -25,15 +25,15 @@ use sha2::Digest as _;
 
 use crate::error::{Error, IoContext, Result};
 
-/// gzip, as containers/storage numbers it.
+/// The number of gzip in containers/storage.
 const GZIP: u8 = 2;
-/// zstd, likewise.
+/// The number of zstd.
 const ZSTD: u8 = 4;
 
 /// A reference and a digest.
 pub(crate) type Key = (String, String);
 
-/// What was found under a reference and a digest.
+/// The layer that a reference and a digest name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Entry {
@@ -46,7 +46,7 @@ pub(crate) struct Entry {
     pub diff_id: String,
     pub diff_bytes: Option<u64>,
     pub is_zstd: bool,
-    /// How often engines have said that they use it, and not that they have ended that.
+    /// The number of uses that engines have begun and not ended.
     pub uses: u64,
 }
 
@@ -58,7 +58,7 @@ struct Info<'a> {
     compressed_size: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     diff_digest: Option<&'a str>,
-    /// -1: not known. Exports need it.
+    /// -1: unknown. Exports need it.
     diff_size: i64,
     toc_digest: &'a str,
     compression: u8,
@@ -81,8 +81,8 @@ impl Entry {
 
     /// Returns the record of the layer for engines.
     pub(crate) fn info(&self) -> Vec<u8> {
-        // Nothing proves that the archive with this digest has the files of the table of contents, and engines would take it for a layer
-        // of other images, too. Those that look for blobs cannot do without it.
+        // Nothing proves that the archive with this digest has the files of the table of contents, and engines would use it for
+        // layers of other images, too. Engines that look layers up by blob need it.
         let diff_digest = (self.name == self.blob).then_some(&*self.diff_id);
         let compression = if self.is_zstd { ZSTD } else { GZIP };
         let (compressed_diff_digest, toc_digest) = (&*self.blob, &*self.toc);
@@ -93,7 +93,7 @@ impl Entry {
     }
 }
 
-/// The folder of all that is kept.
+/// The folder.
 #[derive(Debug)]
 pub(crate) struct Entries {
     root: PathBuf,
@@ -103,7 +103,7 @@ pub(crate) struct Entries {
 }
 
 impl Entries {
-    /// Locks the folder, and removes what no entry needs.
+    /// Locks the folder, and removes files that no entry needs.
     pub(crate) fn open(root: &Path) -> Result<Self> {
         let root = std::path::absolute(root).doing("find", root)?;
         for folder in [root.clone(), root.join("layers"), root.join("entries")] {
@@ -138,7 +138,7 @@ impl Entries {
         self.root.join("entries").join(hex(&hash.into()))
     }
 
-    /// Returns what was found before.
+    /// Returns an entry that was stored before.
     pub(crate) fn get(&self, reference: &str, name: &str) -> Result<Option<Entry>> {
         let found = read(&self.path(reference, name))?;
         Ok(found.filter(|entry| (&*entry.reference, &*entry.name) == (reference, name)))
@@ -150,14 +150,14 @@ impl Entries {
             tempfile::Builder::new().prefix(".new-").tempfile_in(&folder).doing("create a file in", &folder)?;
         let bytes = serde_json::to_vec(entry).map_err(|error| Error::Record { path: path.clone(), error })?;
         new.write_all(&bytes).doing("write to", &path)?;
-        // Engines believe that the layer is there.
+        // Engines rely on the layer from now on.
         new.as_file().sync_all().doing("sync", &path)?;
         new.persist(&path).map_err(|error| error.error).doing("create", path)?;
         sync_folder(&folder)
     }
 
-    /// Counts one more use, or one less. What is used no more is forgotten.
-    /// `known`: what is used, if it may have been forgotten and is still open.
+    /// Counts the begin (`known`) or the end of a use. Without a use the entry is removed. `known` is the entry of an open layer,
+    /// whose file may have been removed.
     pub(crate) fn count_use(&self, (reference, name): (&str, &str), known: Option<&Entry>) -> Result<()> {
         let _counting = lock(&self.counting);
         let (found, is_begin) = (self.get(reference, name)?, known.is_some());
@@ -188,7 +188,7 @@ impl Entries {
                 }
                 // It may be one in use.
                 Err(error @ Error::Io { .. }) if !is_new => return Err(error),
-                // One that was looked for and not used, a new file that a killed process left, or a damaged one. Engines look again.
+                // An entry without a use, an incomplete file of a killed process, or a damaged entry. Engines look layers up again.
                 _ => fs::remove_file(&path).doing("remove", path)?,
             }
         }
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn an_archive_is_named_to_those_who_look_for_blobs_only() {
+    fn info_has_the_diff_digest_only_for_lookups_by_blob() {
         let info = |name: &str| serde_json::from_slice::<serde_json::Value>(&entry(name).info()).unwrap();
         let (blob, toc) = (info("b"), info("c"));
         assert_eq!(
@@ -272,7 +272,7 @@ mod tests {
         }
         drop(entries);
         fs::write(folder.path().join("entries/.new-1"), "half").unwrap();
-        fs::write(folder.path().join("layers/other.img"), "of nobody").unwrap();
+        fs::write(folder.path().join("layers/other.img"), "unused").unwrap();
         let entries = open();
         assert_eq!(entries.get(&entry.reference, &entry.name).unwrap(), Some(Entry { uses: 1, ..entry.clone() }));
         assert_eq!(fs::read_dir(folder.path().join("entries")).unwrap().count(), 1);
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_cannot_be_read_has_nothing_removed() {
+    fn nothing_is_removed_if_an_entry_is_unreadable() {
         let folder = tempfile::tempdir().unwrap();
         let (entries, entry) = (Entries::open(folder.path()).unwrap(), entry("c"));
         let image = entries.image(&entry);

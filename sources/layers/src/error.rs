@@ -7,10 +7,10 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The registry, or what it has.
+    /// The registry failed, or its data is invalid.
     #[error(transparent)]
     Registry(#[from] ferry_registry::Error),
-    /// The image of a layer.
+    /// The image of a layer is invalid.
     #[error("the image of a layer")]
     Image(#[from] ferry_image::Error),
     /// The image has no such layer.
@@ -36,10 +36,10 @@ pub enum Error {
         #[source]
         error: serde_json::Error,
     },
-    /// The file system refuses.
+    /// A system call failed.
     #[error("cannot {action} {path}")]
     Io {
-        /// What was tried, as a verb.
+        /// The attempted action, as a verb.
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
@@ -52,7 +52,7 @@ pub enum Error {
 /// A result with [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Adds what was tried to errors of the operating system.
+/// Adds the attempted action to errors of the operating system.
 pub(crate) trait IoContext<T> {
     /// Converts the error. The action is a verb.
     fn doing(self, action: &'static str, path: impl Into<PathBuf>) -> Result<T>;

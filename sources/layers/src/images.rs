@@ -1,4 +1,4 @@
-//! Images in registries, whose manifests are remembered for a moment: engines look for each layer of an image.
+//! Images in registries. Their manifests are cached for a short time, because engines look up each layer of an image.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -11,32 +11,32 @@ use ferry_vfs::sync::lock;
 use crate::error::{Error, Result};
 use crate::name::location;
 
-/// How long a manifest is used again: a tag can name another image later.
-const KEPT: Duration = Duration::from_secs(60);
-/// How long it is used again if it has no such layer: engines look for each layer of an image, also for those that have no table.
-const FRESH: Duration = Duration::from_secs(5);
-/// How long a failure is, so that an unreachable registry takes the time of one lookup, and not that of each layer.
-const FAILURE_KEPT: Duration = Duration::from_secs(5);
-/// The maximum number of images that are remembered.
+/// The lifetime of a cached manifest: a tag can name another image later.
+const MANIFEST_LIFETIME: Duration = Duration::from_secs(60);
+/// Its lifetime for layers that it lacks: engines also look up layers without a table of contents.
+const MISSING_LAYER_LIFETIME: Duration = Duration::from_secs(5);
+/// The lifetime of a cached failure, so that an unreachable registry delays one lookup instead of one per layer.
+const FAILURE_LIFETIME: Duration = Duration::from_secs(5);
+/// The maximum number of cached images.
 const IMAGES_MAX: usize = 64;
 
 /// The images.
 #[derive(Debug)]
 pub(crate) struct Images {
     plain_http: bool,
-    known: Mutex<HashMap<String, Arc<Known>>>,
+    known: Mutex<HashMap<String, Arc<CachedImage>>>,
 }
 
-/// An image, and what was found of it.
+/// A cached image.
 #[derive(Debug)]
-struct Known {
+struct CachedImage {
     remote: Arc<Remote>,
     /// Locked while its manifest is fetched.
-    found: Mutex<Option<Found>>,
+    found: Mutex<Option<CachedManifest>>,
 }
 
 #[derive(Debug)]
-struct Found {
+struct CachedManifest {
     at: Instant,
     image: std::result::Result<Arc<ContainerImage>, String>,
 }
@@ -46,7 +46,7 @@ impl Images {
         Self { plain_http, known: Mutex::default() }
     }
 
-    fn known(&self, reference: &str) -> Result<Arc<Known>> {
+    fn known(&self, reference: &str) -> Result<Arc<CachedImage>> {
         let mut all = lock(&self.known);
         if let Some(known) = all.get(reference) {
             return Ok(Arc::clone(known));
@@ -58,7 +58,7 @@ impl Images {
         let none = || ferry_registry::Error::NoImage(reference.to_owned());
         let client = Client::new(Options { plain_http: self.plain_http, ..Options::default() });
         let remote = Arc::new(Remote::open(&location(reference).ok_or_else(none)?, client)?);
-        let known = Arc::new(Known { remote, found: Mutex::default() });
+        let known = Arc::new(CachedImage { remote, found: Mutex::default() });
         all.insert(reference.to_owned(), Arc::clone(&known));
         Ok(known)
     }
@@ -68,15 +68,15 @@ impl Images {
         Ok(Arc::clone(&self.known(reference)?.remote))
     }
 
-    /// Returns an image, which fits if there is such a one, and fetches its manifest if the one that is remembered does not.
+    /// Returns an image that `fits`, if there is one; fetches the manifest again if the cached one does not fit.
     pub(crate) fn find(&self, reference: &str, fits: impl Fn(&ContainerImage) -> bool) -> Result<Arc<ContainerImage>> {
         let known = self.known(reference)?;
         let mut found = lock(&known.found);
         match &*found {
-            Some(Found { at, image: Ok(image) }) if at.elapsed() < FRESH || at.elapsed() < KEPT && fits(image) => {
+            Some(CachedManifest { at, image: Ok(image) }) if at.elapsed() < MISSING_LAYER_LIFETIME || at.elapsed() < MANIFEST_LIFETIME && fits(image) => {
                 return Ok(Arc::clone(image));
             }
-            Some(Found { at, image: Err(reason) }) if at.elapsed() < FAILURE_KEPT => {
+            Some(CachedManifest { at, image: Err(reason) }) if at.elapsed() < FAILURE_LIFETIME => {
                 return Err(Error::Recent(reason.clone()));
             }
             _ => {}
@@ -85,7 +85,7 @@ impl Images {
             image.map(Arc::new).ok_or_else(|| ferry_registry::Error::NoImage(format!("{reference}, as a container's")))
         });
         let image = fetched.as_ref().map(Arc::clone).map_err(|error| told(error));
-        *found = Some(Found { at: Instant::now(), image });
+        *found = Some(CachedManifest { at: Instant::now(), image });
         Ok(fetched?)
     }
 }

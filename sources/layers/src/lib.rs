@@ -1,16 +1,16 @@
-//! The source "layers": layers of container images, found by the image's reference and a digest, as podman and CRI-O look for them
+//! The source "layers": layers of container images, found by the image's reference and a digest, as podman and CRI-O look them up
 //! (`additionallayerstores` of containers-storage.conf(5), with the option `ref`).
 //!
 //! ```text
 //! BASE64(REFERENCE)/sha256:DIGEST/diff    the files of the layer, with overlayfs's whiteouts
 //!                                /info    its record in JSON, as containers/storage keeps it
 //!                                /blob    the layer as it is in the registry
-//!                                /use     cannot be made: the attempt counts a use, and removing the directory ends one
+//!                                /use     cannot be created: the attempt begins a use; removing the directory ends one
 //! ```
 //!
 //! The digest is that of a layer's table of contents, or of its blob (podman before version 5.1). A lookup fetches the manifest and the
-//! table of contents; files are fetched when they are read, and verified. What cannot be read that way does not exist here, and engines
-//! pull it as usual. Directories above layers list nothing.
+//! table of contents; files are fetched when they are read, and verified. Layers that cannot be read that way do not exist here, and
+//! engines pull them as usual. Directories above layers are listed as empty.
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -53,7 +53,7 @@ pub struct LayerStore {
 }
 
 impl LayerStore {
-    /// Opens the folder of all that is fetched, or creates it, and removes what no layer needs any more.
+    /// Opens or creates the folder, and removes the data of unused layers.
     ///
     /// # Errors
     ///
@@ -61,7 +61,7 @@ impl LayerStore {
     pub fn open(root: &Path, options: Options) -> Result<Self> {
         let entries = Entries::open(root)?;
         let (images, tree) = (Images::new(options.plain_http), Tree::new(&options));
-        let finder = Arc::new(lookup::Finder { entries, images, options, tree, flights: Default::default() });
+        let finder = Arc::new(lookup::Finder { entries, images, options, tree, running: Default::default() });
         Ok(Self { finder, changes: Changes::default() })
     }
 }

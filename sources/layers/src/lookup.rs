@@ -1,4 +1,4 @@
-//! Lookups of layers: one at a time for each, on threads of their own, within a time limit.
+//! Lookups of layers: at most one per layer, each on a thread of its own, within a time limit.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,7 +17,7 @@ use crate::images::Images;
 use crate::options::Options;
 use crate::tree::{MountedLayer, Tree};
 
-/// The maximum number of lookups that run at once. Engines look for one layer after the other.
+/// The maximum number of lookups that run at once. Engines look layers up one after another.
 const LOOKUPS_MAX: usize = 32;
 
 /// Finds layers.
@@ -27,17 +27,17 @@ pub(crate) struct Finder {
     pub images: Images,
     pub options: Options,
     pub tree: Tree,
-    pub flights: Mutex<HashMap<Key, Arc<Flight>>>,
+    pub running: Mutex<HashMap<Key, Arc<RunningLookup>>>,
 }
 
-/// A lookup that runs.
+/// A running lookup.
 #[derive(Debug, Default)]
-pub(crate) struct Flight {
+pub(crate) struct RunningLookup {
     has_ended: Mutex<bool>,
     ended: Condvar,
 }
 
-impl Flight {
+impl RunningLookup {
     /// Waits for the end; returns whether it has ended.
     fn wait(&self, time: Duration) -> bool {
         let is_running = |has_ended: &mut bool| !*has_ended;
@@ -54,9 +54,9 @@ struct EndOnDrop {
 
 impl Drop for EndOnDrop {
     fn drop(&mut self) {
-        if let Some(flight) = lock(&self.finder.flights).remove(&self.key) {
-            *lock(&flight.has_ended) = true;
-            flight.ended.notify_all();
+        if let Some(lookup) = lock(&self.finder.running).remove(&self.key) {
+            *lock(&lookup.has_ended) = true;
+            lookup.ended.notify_all();
         }
     }
 }
@@ -78,8 +78,8 @@ impl Finder {
             if has_run {
                 return Err(Errno::NOENT);
             }
-            let flight = self.begin(&key)?;
-            has_run = flight.wait(end.saturating_duration_since(Instant::now()));
+            let lookup = self.begin(&key)?;
+            has_run = lookup.wait(end.saturating_duration_since(Instant::now()));
             if !has_run {
                 let seconds = self.options.lookup_timeout.as_secs();
                 tracing::warn!(
@@ -91,24 +91,24 @@ impl Finder {
     }
 
     /// Returns the lookup of a layer, and begins it if necessary.
-    fn begin(self: &Arc<Self>, key: &Key) -> ferry_vfs::Result<Arc<Flight>> {
-        let mut flights = lock(&self.flights);
-        if let Some(flight) = flights.get(key) {
-            return Ok(Arc::clone(flight));
+    fn begin(self: &Arc<Self>, key: &Key) -> ferry_vfs::Result<Arc<RunningLookup>> {
+        let mut running = lock(&self.running);
+        if let Some(lookup) = running.get(key) {
+            return Ok(Arc::clone(lookup));
         }
-        if flights.len() >= LOOKUPS_MAX {
+        if running.len() >= LOOKUPS_MAX {
             tracing::warn!("{}: {LOOKUPS_MAX} lookups run: layer {} is left to the engine to pull", key.0, key.1);
             return Err(Errno::NOENT);
         }
-        let flight = Arc::<Flight>::default();
-        flights.insert(key.clone(), Arc::clone(&flight));
-        drop(flights);
+        let lookup = Arc::<RunningLookup>::default();
+        running.insert(key.clone(), Arc::clone(&lookup));
+        drop(running);
         let end = EndOnDrop { finder: Arc::clone(self), key: key.clone() };
         let work = move || {
             let (finder, (reference, name)) = (&end.finder, &end.key);
             match finder.open(reference, name) {
                 Ok((entry, source)) => finder.tree.mount(&end.key, &entry, source),
-                // A digest that no layer has a table for is no fault: engines look for each layer.
+                // A layer without a table of contents is not an error: engines look up each layer.
                 Err(error @ (Error::NoLayer { .. } | Error::Recent(_))) => tracing::debug!("{}", told(&error)),
                 Err(error) => {
                     tracing::warn!("{reference}: layer {name}: {}; it is left to the engine to pull", told(&error))
@@ -120,10 +120,10 @@ impl Finder {
             tracing::warn!("cannot start a thread: {error}");
             Errno::NOENT
         })?;
-        Ok(flight)
+        Ok(lookup)
     }
 
-    /// Opens a layer: by what is known of it, or by its registry.
+    /// Opens a layer: by its stored entry, or by its registry.
     fn open(&self, reference: &str, name: &str) -> Result<(Entry, Source)> {
         let remote = self.images.remote(reference)?;
         let store = self.entries.store();
@@ -150,7 +150,7 @@ impl Finder {
         Ok((entry, Source::open_with(&path, &store, Some(digest), Some(missing))?))
     }
 
-    /// Returns the image that has a layer, with its number, and the digest of its table of contents.
+    /// Returns the image of a layer, the layer's number in it, and the digest of its table of contents.
     fn find(&self, reference: &str, name: &str) -> Result<(Arc<ContainerImage>, usize, StackedLayer, String)> {
         let toc = |layer: &StackedLayer| layer.toc.map(|toc| format!("sha256:{toc}"));
         let place = |image: &ContainerImage| {

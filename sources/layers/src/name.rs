@@ -7,30 +7,30 @@ use ferry_registry::Reference;
 /// The length of a SHA-256 digest in hexadecimal digits.
 const HEX_DIGITS: usize = 64;
 
-/// Returns the name of the directory of an image, as containers/storage makes it.
+/// Returns the name of an image's directory, as in containers/storage.
 #[must_use]
 pub fn reference_name(reference: &str) -> String {
     STANDARD.encode(reference)
 }
 
-/// Returns the reference of an image that a name stands for, as `HOST/NAME:TAG` or `HOST/NAME@sha256:DIGEST`. `None`: it is no such
-/// name, or not the one that [`reference_name`] returns.
+/// Decodes the name of an image's directory to `HOST/NAME:TAG` or `HOST/NAME@sha256:DIGEST`. `None`: it is not a name that
+/// [`reference_name`] returns.
 #[must_use]
 pub fn reference_of(name: &[u8]) -> Option<String> {
     let text = String::from_utf8(STANDARD.decode(name).ok()?).ok()?;
-    // One name for each image: base64 has spare bits.
+    // Base64 has spare bits, but each image must have one name.
     let is_own = reference_name(&text).as_bytes() == name;
     (is_own && location(&text).is_some()).then_some(text)
 }
 
 /// Returns the location of an image in a registry.
 pub(crate) fn location(reference: &str) -> Option<Reference> {
-    // A scheme would be one of Ferry's words, not of the image's name.
+    // A scheme belongs to Ferry's own syntax, not to the image's name.
     let is_plain = !reference.contains("://");
     is_plain.then(|| format!("oci:{reference}").parse().ok()).flatten()
 }
 
-/// Returns a name that is a digest, as `sha256:` and hexadecimal digits.
+/// Returns the name if it is a digest: `sha256:` and hexadecimal digits.
 pub(crate) fn digest_of(name: &[u8]) -> Option<&str> {
     let digits = name.strip_prefix(b"sha256:")?;
     let is_digit = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_has_no_meaning() {
+    fn other_names_are_refused() {
         for text in
             ["", "debian", "/debian", "http://localhost:5000/a:1", "h/A:1", "h/a b", "h/../a", "h/a:1@sha256:00"]
         {

@@ -1,19 +1,19 @@
-//! How layers are found and fetched.
+//! Options of a store of layers.
 
 use std::time::Duration;
 
-/// How layers are found and fetched.
+/// Options of a store of layers.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Whether registries on other machines may be contacted without encryption.
     pub plain_http: bool,
-    /// Bytes that are fetched together with a chunk.
+    /// The number of following bytes that are fetched together with a chunk.
     pub ahead_bytes: u64,
-    /// How long a lookup may take. Later the layer does not exist, and is found by a later lookup.
+    /// The maximum time of a lookup. After it the lookup fails with `ENOENT`; the search continues for later lookups.
     pub lookup_timeout: Duration,
     /// The maximum number of layers that are open at once, at least 4.
     pub layers_max: usize,
-    /// The maximum memory of open layers, in bytes: of their images, and of the indexes of their packs, which are about as long.
+    /// The maximum memory of open layers in bytes: their images, and the indexes of their packs, which are about as long.
     pub memory_bytes_max: u64,
 }
 

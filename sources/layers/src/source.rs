@@ -15,9 +15,9 @@ use crate::lookup::Finder;
 use crate::name::{digest_of, reference_name, reference_of};
 use crate::tree::{MountedLayer, Node};
 
-/// The name that engines try to create in the directory of a layer that they begin to use.
+/// Engines try to create this name in the directory of a layer when they begin to use it.
 const USE: &[u8] = b"use";
-/// The maximum of a read of what describes a layer, in bytes; clients of this host read at most 1 MiB.
+/// The maximum of a read of `info` or `blob` in bytes; clients of this host read at most 1 MiB.
 const READ_BYTES_MAX: usize = 1 << 20;
 
 /// A listing of a layer, with the numbers of this tree.
@@ -102,7 +102,7 @@ impl LayerStore {
         Errno::NOENT
     }
 
-    /// Returns the blob of a layer, which is fetched when it is read first.
+    /// Returns the blob of a layer, which is fetched at the first read.
     fn blob(&self, layer: &MountedLayer) -> Result<Arc<File>> {
         let mut blob = lock(&layer.blob);
         if let Some(file) = &*blob {
@@ -124,7 +124,7 @@ impl LayerStore {
 
 impl FileSystem for LayerStore {
     fn features(&self) -> Features {
-        // Engines create and remove to tell what they use, so it is not read-only. What was found once stays as it is.
+        // Not read-only, because engines create and remove names to report uses. Layers never change once they are found.
         Features { constant: true, waits: true, ..Features::default() }
     }
 
@@ -281,7 +281,7 @@ impl FileSystem for LayerStore {
 
     fn getxattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         let Node::File(layer, ino) = self.node(ino)? else { return Err(Errno::NODATA) };
-        // A layer without attributes says so of the whole mount.
+        // A source without attributes returns ENOSYS, which clients would apply to all layers.
         layer.source.getxattr(cx, ino, name).map_err(|error| if error == Errno::NOSYS { Errno::NODATA } else { error })
     }
 

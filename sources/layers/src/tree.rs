@@ -51,7 +51,7 @@ pub(crate) struct MountedLayer {
     pub info: Vec<u8>,
     pub source: Source,
     memory_bytes: u64,
-    /// Its blob, once somebody has read it.
+    /// Its blob, once it was read.
     pub blob: Mutex<Option<Arc<File>>>,
     pub log: RatelimitedLog,
     /// The references of clients to all of its inodes.
@@ -81,13 +81,13 @@ impl MountedLayer {
         Ino(self.base() | ino.0)
     }
 
-    /// Counts one more reference, to an inode of a layer to which there is one.
+    /// Adds a reference to an inode of a layer that already has one.
     pub(crate) fn refer(&self) {
         self.references.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// What is open.
+/// The open images and layers.
 #[derive(Debug)]
 pub(crate) struct Tree {
     layers_max: usize,
@@ -106,7 +106,7 @@ struct State {
     /// The memory of all open layers.
     memory_bytes: u64,
     layers_ever: u64,
-    /// What layers that are closed have counted.
+    /// The sums of the counters of closed layers.
     closed: HashMap<&'static str, u64>,
 }
 
@@ -114,7 +114,7 @@ impl State {
     fn close(&mut self, number: u64) {
         let Some((layer, _)) = self.layers.remove(&number) else { return };
         self.memory_bytes -= layer.memory_bytes;
-        // It may be that of a newer one.
+        // The key may belong to a newer layer.
         if self.layer_numbers.get(&layer.key) == Some(&number) {
             self.layer_numbers.remove(&layer.key);
         }
@@ -123,7 +123,7 @@ impl State {
         }
     }
 
-    /// Closes the layer to which no client has a reference, and that was looked for longest ago.
+    /// Closes the least recently used layer without a reference.
     fn close_one(&mut self) -> bool {
         let unused = self.layers.iter().filter(|(_, (layer, _))| layer.references.load(Ordering::Relaxed) == 0);
         let oldest = unused.min_by_key(|(_, (_, used))| *used).map(|(number, _)| *number);
@@ -164,7 +164,7 @@ impl Tree {
         Some(Arc::clone(layer))
     }
 
-    /// Adds a layer, and closes others if they are too many or take too much memory.
+    /// Adds a layer, and closes others if their number or memory exceeds the limit.
     pub(crate) fn mount(&self, key: &Key, entry: &Entry, source: Source) {
         let memory_bytes = source.bytes().saturating_mul(2);
         let mut state = lock(&self.state);
@@ -200,8 +200,7 @@ impl Tree {
         state.layer_numbers.insert(key.clone(), number);
     }
 
-    /// Returns the references of images that clients know, if there are so many images or layers that clients should drop what they
-    /// do not use.
+    /// Returns the references of all images if the tables are nearly full, so that clients can be made to drop unused entries.
     pub(crate) fn references_to_evict(&self) -> Vec<Arc<str>> {
         let state = lock(&self.state);
         let is_crowded = state.layers.len() * 4 >= self.layers_max * 3
@@ -233,7 +232,7 @@ impl Tree {
             let Some((layer, _)) = state.layers.get(&(ino.0 >> LAYER_SHIFT)) else { return };
             let less = |references: u64| Some(references.saturating_sub(count));
             let before = layer.references.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
-            // Some stay open, for engines that come back.
+            // Unused layers stay open while there is space, for later lookups.
             let is_crowded = state.layers.len() * 2 > self.layers_max || state.memory_bytes > self.memory_bytes_max / 2;
             if before.is_ok_and(|before| before <= count) && is_crowded {
                 state.close(ino.0 >> LAYER_SHIFT);
@@ -250,7 +249,7 @@ impl Tree {
         }
     }
 
-    /// Returns what all layers have counted, and how many are open.
+    /// Returns the sums of all layers' counters, and the number of open layers.
     pub(crate) fn counts(&self) -> Vec<(&'static str, u64)> {
         let state = lock(&self.state);
         let mut sums = state.closed.clone();

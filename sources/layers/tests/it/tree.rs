@@ -86,7 +86,7 @@ fn layers_are_found_by_their_table_of_contents_and_by_their_blob() {
 
 /// One layer without attributes must not make the kernel ask for none any more.
 #[test]
-fn attributes_are_absent_and_not_unknown() {
+fn missing_attributes_return_enodata() {
     let place = Place::of(Format::Estargz);
     let (tree, name) = (place.open(), place.name());
     let toc = toc(&place.layers[0]);
@@ -99,7 +99,7 @@ fn attributes_are_absent_and_not_unknown() {
 }
 
 #[test]
-fn nonsense_is_not_there_and_asks_nobody() {
+fn invalid_names_do_not_exist_and_request_nothing() {
     let place = Place::of(Format::ZstdChunked);
     let (tree, name) = (place.open(), place.name());
     for path in [
@@ -119,7 +119,7 @@ fn nonsense_is_not_there_and_asks_nobody() {
 }
 
 #[test]
-fn what_has_no_table_of_contents_is_left_to_the_engine() {
+fn layers_without_a_table_of_contents_do_not_exist() {
     let mut layers = layers(Format::Estargz);
     layers[0].annotations.clear();
     let place = Place::new(layers);
@@ -204,7 +204,7 @@ fn a_lookup_ends_in_time_and_a_later_one_finds_the_layer() {
 }
 
 #[test]
-fn a_failure_is_not_remembered_for_long_and_each_manifest_is_fetched_once() {
+fn failures_expire_and_each_manifest_is_fetched_once() {
     let place = Place::of(Format::Estargz);
     let is_down = Arc::new(AtomicBool::new(true));
     let down = Arc::clone(&is_down);
@@ -253,7 +253,7 @@ fn the_blob_is_that_of_the_registry() {
 
 /// After a restart, what was read is read without the registry.
 #[test]
-fn what_was_read_outlives_the_process_while_it_is_used() {
+fn fetched_layers_outlive_the_process_while_they_are_used() {
     let place = Place::of(Format::ZstdChunked);
     let (name, toc) = (place.name(), toc(&place.layers[0]));
     let cx = Caller::default();
@@ -289,7 +289,7 @@ fn what_was_read_outlives_the_process_while_it_is_used() {
 }
 
 #[test]
-fn nothing_is_changed() {
+fn changes_are_refused() {
     let place = Place::of(Format::Estargz);
     let (tree, name, cx) = (place.open(), place.name(), Caller::default());
     let at = [name.as_str(), &toc(&place.layers[0])];
@@ -314,7 +314,7 @@ fn nothing_is_changed() {
 
 /// The number of open layers has a bound, and those that clients use stay.
 #[test]
-fn layers_that_nobody_uses_are_closed() {
+fn unused_layers_are_closed() {
     const IMAGES: u32 = 6;
     let place = Place::of(Format::Estargz);
     let mut tocs = Vec::new();
