@@ -91,7 +91,7 @@ impl AgentError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AgentEnd {
     /// It was ended by [`Shutdown::end`].
-    Asked,
+    Stopped,
     /// Its mount was unmounted, or another mount covers it.
     Unmounted,
 }
@@ -225,7 +225,7 @@ impl Agent {
                 Replayed::Refused => return Err(AgentError::ReadOnly { path: self.path.clone() }),
             }
         }
-        Ok(AgentEnd::Asked)
+        Ok(AgentEnd::Stopped)
     }
 
     /// Makes the kernel drop its caches when this process ends: starts a guard if there is none.

@@ -135,7 +135,7 @@ impl Place {
             .map_err(|error| failed(rustix::io::Errno::from_io_error(&error).unwrap_or(rustix::io::Errno::IO)))?;
         loop {
             match Agent::open(path, &self.shutdown).and_then(|agent| agent.run(ready)) {
-                Ok(AgentEnd::Asked) => return Ok(()),
+                Ok(AgentEnd::Stopped) => return Ok(()),
                 Ok(AgentEnd::Unmounted) => tracing::info!("{} has been unmounted", path.display()),
                 Err(error) if self.waits && error.is_missing() => {
                     tracing::debug!("waiting: {error}");

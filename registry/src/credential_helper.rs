@@ -22,7 +22,7 @@ const TOKEN_USER: &str = "<token>";
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Answer {
+struct StoredCredentials {
     username: String,
     secret: String,
 }
@@ -75,11 +75,11 @@ pub(crate) fn ask(helper: &str, server: &str) -> Result<Option<(String, String)>
         let is_unknown = String::from_utf8_lossy(&text).contains(NOT_FOUND);
         return if is_unknown { Ok(None) } else { Err(format!("it ended with {status}")) };
     }
-    match serde_json::from_slice::<Answer>(&text) {
-        Ok(Answer { username, .. }) if username == TOKEN_USER => {
+    match serde_json::from_slice::<StoredCredentials>(&text) {
+        Ok(StoredCredentials { username, .. }) if username == TOKEN_USER => {
             Err("it has an identity token, which is not used: it has to give a user and a password".into())
         }
-        Ok(Answer { username, secret }) if !username.is_empty() && !username.contains(':') => {
+        Ok(StoredCredentials { username, secret }) if !username.is_empty() && !username.contains(':') => {
             Ok(Some((username, secret)))
         }
         _ => Err("what it writes is no user and password in JSON".into()),

@@ -131,7 +131,7 @@ where
     Grpc::new(ProstCodec::<A, Q>::default()).unary(Unary(Some(call)), request).await
 }
 
-type Answer<T> = Pin<Box<dyn Future<Output = std::result::Result<tonic::Response<T>, Status>> + Send>>;
+type ResponseFuture<T> = Pin<Box<dyn Future<Output = std::result::Result<tonic::Response<T>, Status>> + Send>>;
 
 /// Runs a call on a thread that may block. If the client gives up meanwhile, the call is finished all the same.
 fn on_thread<Q, A, F>(
@@ -163,7 +163,7 @@ where
     A: Send + 'static,
 {
     type Response = A;
-    type Future = Answer<A>;
+    type Future = ResponseFuture<A>;
 
     fn call(&mut self, request: tonic::Request<Q>) -> Self::Future {
         let answer = on_thread(&mut self.0, request);
@@ -184,7 +184,7 @@ where
 {
     type Response = A;
     type ResponseStream = Messages<A>;
-    type Future = Answer<Messages<A>>;
+    type Future = ResponseFuture<Messages<A>>;
 
     fn call(&mut self, request: tonic::Request<Q>) -> Self::Future {
         let answer = on_thread(&mut self.0, request);

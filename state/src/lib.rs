@@ -6,15 +6,15 @@
 //! * The [`keep`]er is a process that only holds descriptors: of that memory, and of the files. It passes them to one
 //!   server at a time, after the previous one has ended completely. One of the descriptors is the connection to the
 //!   front end ([`Commit`]), so the end of a server does not close it.
-//! * [`Saved`] is the same state as plain data, with its encoding for migration between hosts.
+//! * [`SavedSession`] is the same state as plain data, with its encoding for migration between hosts.
 //!
 //! ```
-//! use ferry_state::{Init, Saved};
+//! use ferry_state::{Init, SavedSession};
 //!
-//! let saved = Saved { init: Init { minor: 45, ..Init::default() }, ..Saved::default() };
+//! let saved = SavedSession { init: Init { minor: 45, ..Init::default() }, ..SavedSession::default() };
 //! let mut bytes = Vec::new();
 //! saved.encode(&mut bytes);
-//! assert_eq!(Saved::decode(&bytes)?, saved);
+//! assert_eq!(SavedSession::decode(&bytes)?, saved);
 //! # Ok::<(), ferry_state::DecodeError>(())
 //! ```
 #![deny(unsafe_code)]
@@ -32,6 +32,6 @@ pub use connection::{Commit, InheritedConnection, Records};
 pub use folder::{Folder, FolderError};
 pub use journal::{Journal, JournalEntry};
 pub use keeper::{FRONT_END_AWAITED, KeeperConnection, KeeperError, SERVER_AWAITED, keep, listen};
-pub use saved::{DecodeError, Init, Node, OpenFile, Saved, SavedLock};
+pub use saved::{DecodeError, Init, Node, OpenFile, SavedLock, SavedSession};
 pub use session_store::{Geometry, MappedFile, PreviousSession, SessionStore, StoreError};
 pub use slots::Slot;

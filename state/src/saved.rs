@@ -80,20 +80,20 @@ pub struct SavedLock {
     pub end: u64,
 }
 
-/// All that a client holds.
+/// The state of a session: all that its client holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Saved {
-    /// What was agreed on.
+pub struct SavedSession {
+    /// The negotiated features.
     pub init: Init,
-    /// The inodes that it knows.
+    /// The inodes to which the client has references.
     pub nodes: Vec<Node>,
-    /// What it has open.
+    /// The open files and directories.
     pub opens: Vec<OpenFile>,
-    /// What it has locked.
+    /// The locks.
     pub locks: Vec<SavedLock>,
 }
 
-/// Why bytes are no state.
+/// Why a state cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
     /// Something else.
@@ -182,7 +182,7 @@ impl SavedLock {
     }
 }
 
-impl Saved {
+impl SavedSession {
     /// Adds a record.
     pub(crate) fn add(&mut self, kind: u8, count: u64, bytes: &[u8]) -> Result<(), DecodeError> {
         let mut reader = Reader { bytes, at: 0 };
@@ -270,7 +270,7 @@ mod tests {
 
     use super::*;
 
-    fn sample() -> Saved {
+    fn sample() -> SavedSession {
         let open = OpenFile { ino: Ino(5), handle: Handle(1 << 40), flags: 2, is_dir: false };
         let lock = SavedLock {
             ino: Ino(5),
@@ -282,7 +282,7 @@ mod tests {
             start: 1,
             end: u64::MAX,
         };
-        Saved {
+        SavedSession {
             init: Init { minor: 45, max_readahead_bytes: 1 << 20, offered: 7, agreed: 3 },
             nodes: vec![
                 Node { ino: Ino(5), references: 2, identity: b"one".to_vec() },
@@ -297,12 +297,12 @@ mod tests {
     fn a_state_round_trips_and_a_truncated_one_is_refused() {
         let (saved, mut bytes) = (sample(), Vec::new());
         saved.encode(&mut bytes);
-        assert_eq!(Saved::decode(&bytes).as_ref(), Ok(&saved));
-        assert!((0..bytes.len()).all(|length| Saved::decode(&bytes[..length]).is_err()));
-        assert!(Saved::decode(&[&bytes[..], &[0]].concat()).is_err());
+        assert_eq!(SavedSession::decode(&bytes).as_ref(), Ok(&saved));
+        assert!((0..bytes.len()).all(|length| SavedSession::decode(&bytes[..length]).is_err()));
+        assert!(SavedSession::decode(&[&bytes[..], &[0]].concat()).is_err());
         let mut newer = bytes.clone();
         newer[8] = 2;
-        assert_eq!(Saved::decode(&newer), Err(DecodeError::Version(2)));
+        assert_eq!(SavedSession::decode(&newer), Err(DecodeError::Version(2)));
     }
 
     proptest! {
@@ -314,10 +314,10 @@ mod tests {
                 let at = at.index(bytes.len());
                 bytes[at] = byte;
             }
-            if let Ok(saved) = Saved::decode(&bytes) {
+            if let Ok(saved) = SavedSession::decode(&bytes) {
                 let mut again = Vec::new();
                 saved.encode(&mut again);
-                prop_assert_eq!(Saved::decode(&again), Ok(saved));
+                prop_assert_eq!(SavedSession::decode(&again), Ok(saved));
             }
         }
     }

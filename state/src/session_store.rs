@@ -20,7 +20,7 @@ use crate::connection::{Commit, InheritedConnection};
 use crate::journal::{self, EntryUse, Journal, JournalEntry};
 use crate::keeper::{CONNECTION, KeeperConnection, KeeperError};
 use crate::memory::{self, Memory};
-use crate::saved::{Init, LOCK, NODE, Node, OPEN, OpenFile, Saved, SavedLock};
+use crate::saved::{Init, LOCK, NODE, Node, OPEN, OpenFile, SavedLock, SavedSession};
 use crate::slots::{self, Slot, Slots};
 
 /// The version of the memory's format.
@@ -122,7 +122,7 @@ pub struct MappedFile {
 #[derive(Debug, Default)]
 pub struct PreviousSession {
     /// What the client holds.
-    pub saved: Saved,
+    pub saved: SavedSession,
     /// The slots of its inodes.
     pub node_slots: HashMap<Ino, Slot>,
     /// The slots of its open files.
@@ -192,7 +192,8 @@ impl SessionStore {
         let number = |at: usize| self.memory[INIT + at].load(Ordering::Acquire);
         let short = |at: usize| u32::try_from(number(at)).unwrap_or(0);
         let init = Init { minor: short(0), max_readahead_bytes: short(1), offered: number(2), agreed: number(3) };
-        let mut left = PreviousSession { saved: Saved { init, ..Saved::default() }, ..PreviousSession::default() };
+        let mut left =
+            PreviousSession { saved: SavedSession { init, ..SavedSession::default() }, ..PreviousSession::default() };
         for mut one in found {
             if one.kind == MAPPED {
                 let file = files.remove(&(FILES + u64::from(one.slot.index)));

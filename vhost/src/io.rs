@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ferry_engine::{Operation, Segment, Transfer, TransferRequest, Transfers};
 
 use crate::chain::Chain;
-use crate::worker::{Answer, QueueHandler};
+use crate::worker::{ChainState, QueueHandler};
 
 /// Lets a handler start one transfer for the chain that it serves.
 #[derive(Debug)]
@@ -26,10 +26,10 @@ fn segments(request: &TransferRequest, chain: &Chain) -> impl Iterator<Item = Se
     chain.readable(request.at, readable).chain(chain.writable(request.at, writable))
 }
 
-/// A handler's answer, and the transfer that is still to be made.
+/// The state of a chain after its handler, and the transfer that is still to be made.
 #[derive(Debug)]
 pub(crate) struct ServedChain {
-    pub(crate) answer: Answer,
+    pub(crate) state: ChainState,
     request: Option<TransferRequest>,
 }
 
@@ -38,8 +38,8 @@ impl ServedChain {
     pub(crate) fn by<H: QueueHandler>(handler: &mut H, chain: &Chain, token: u64) -> Self {
         let mut io = Io { chain, token, request: None };
         match catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io))) {
-            Ok(answer) => Self { answer, request: io.request },
-            Err(_) => Self { answer: Answer::Done(handler.failed(chain)), request: None },
+            Ok(state) => Self { state, request: io.request },
+            Err(_) => Self { state: ChainState::Done(handler.failed(chain)), request: None },
         }
     }
 
@@ -58,17 +58,17 @@ impl ServedChain {
         }
     }
 
-    /// Runs the transfer, if there is one, on this thread, however long it takes. Returns the chain's final answer.
+    /// Runs the transfer, if there is one, on this thread, however long it takes. Returns the final state of the chain.
     ///
     /// # Safety
     /// The chain's memory stays mapped until this returns.
-    pub(crate) unsafe fn finish<H: QueueHandler>(self, handler: &mut H, chain: &Chain, token: u64) -> Answer {
-        let Self { answer, request } = self;
-        let Some(request) = request else { return answer };
+    pub(crate) unsafe fn finish<H: QueueHandler>(self, handler: &mut H, chain: &Chain, token: u64) -> ChainState {
+        let Self { state, request } = self;
+        let Some(request) = request else { return state };
         let segments: Vec<Segment> = segments(&request, chain).collect();
         // SAFETY: by the caller's promise.
         let outcome = unsafe { Transfer::new(request.operation, request.file, request.file_offset, segments).run() };
-        Answer::Done(finish(handler, chain, |handler| handler.transferred(token, chain, outcome)))
+        ChainState::Done(finish(handler, chain, |handler| handler.transferred(token, chain, outcome)))
     }
 }
 
@@ -85,13 +85,13 @@ impl Io<'_> {
 
     /// Starts a transfer between a file and the chain: a read fills the writable buffers, a write takes the readable
     /// bytes. Returns what [`crate::QueueHandler::serve`] must return.
-    pub fn transfer(&mut self, request: TransferRequest) -> Answer {
+    pub fn transfer(&mut self, request: TransferRequest) -> ChainState {
         // Only the kernel may copy from or to memory that may fault.
         let file = match self.chain.may_fault && request.file.memory().is_some() {
             true => Arc::new(request.file.without_memory()),
             false => request.file,
         };
         self.request = Some(TransferRequest { file, ..request });
-        Answer::Later
+        ChainState::Later
     }
 }

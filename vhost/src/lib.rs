@@ -52,7 +52,7 @@ pub use persistent_connection::{Commit, ConnectionStore, InheritedConnection, Re
 pub use server::{EndSignal, FrontEnd, Server, ServerError};
 pub use socket::{Socket, SocketError};
 pub use window::{Part, Window, WindowError};
-pub use worker::{Answer, Placement, Port, QueueHandler, WorkerOptions};
+pub use worker::{ChainState, Placement, Port, QueueHandler, WorkerOptions};
 
 /// The most descriptors in a chain, and entries in a ring: what virtio-fs and virtio-blk in Linux need for requests
 /// of 1 MiB in pages of 4 KiB.
@@ -90,10 +90,10 @@ pub trait Device: Send + Sync + 'static {
         None
     }
     /// Called when the front end has requested the shared memory region: from now on a thread of the device may map
-    /// files there (see [`Window::map`]). A request that depends on a mapping must be [`Answer::Parked`].
+    /// files there (see [`Window::map`]). A request that depends on a mapping must be [`ChainState::Parked`].
     fn window_opened(&self, _session: &Self::Session, _window: &std::sync::Arc<Window>) {}
     /// Whether the front end may keep the in-flight log, so that the next server repeats these requests after a
-    /// crash. Every request must be idempotent, and none [`Answer::Parked`].
+    /// crash. Every request must be idempotent, and none [`ChainState::Parked`].
     fn tracks_in_flight(&self) -> bool {
         false
     }
@@ -124,7 +124,7 @@ pub trait Device: Send + Sync + 'static {
     /// [`driver_state`](Self::driver_state) returns them afterwards.
     fn reset(&self, _session: &Self::Session) {}
     /// Returns in-flight memory that the device keeps itself ([`in_flight_memory`]), independently of the front end.
-    /// Chains may be [`Answer::Parked`], and are served again, marked by [`Chain::is_resubmitted`].
+    /// Chains may be [`ChainState::Parked`], and are served again, marked by [`Chain::is_resubmitted`].
     fn in_flight(&self) -> Option<std::fs::File> {
         None
     }

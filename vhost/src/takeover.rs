@@ -15,7 +15,7 @@ use ferry_vfs::sync::lock;
 
 use crate::chain::Chain;
 use crate::pool::Pool;
-use crate::worker::{Answer, Command, Port, QueueHandler, Worker};
+use crate::worker::{ChainState, Command, Port, QueueHandler, Worker};
 
 /// How long the pool serves requests after a slow one. Slow requests come in series.
 const SLOW_FOR: Duration = Duration::from_secs(2);
@@ -65,7 +65,7 @@ impl SlowRequests {
 /// A completion that another thread hands over to the owner of the queues.
 pub(crate) enum Completion<H: QueueHandler> {
     /// A served request.
-    Served { token: u64, chain: Chain, answer: Answer },
+    Served { token: u64, chain: Chain, state: ChainState },
     /// A finished transfer, and its pending request.
     Transferred { token: u64, outcome: io::Result<usize>, pending: Option<H::PendingTransfer> },
 }

@@ -25,7 +25,7 @@ use crate::takeover::{Completion, Takeover};
 pub use commands::Port;
 use commands::PortReceiver;
 pub(crate) use commands::{Command, Control, Start, StoppedQueue};
-pub use handler::{Answer, Placement, QueueHandler};
+pub use handler::{ChainState, Placement, QueueHandler};
 use running::Running;
 
 /// The options of a worker.
@@ -126,8 +126,8 @@ impl<H: QueueHandler> WorkerContext<H> {
     fn hand_back(&mut self, token: u64, chain: Chain, _memory: &Arc<Memory>, served: ServedChain) {
         let Some(takeover) = self.takeover.clone() else { return };
         // SAFETY: the memory is kept until this returns.
-        let answer = unsafe { served.finish(&mut self.handler, &chain, token) };
-        takeover.complete(Completion::Served { token, chain, answer });
+        let state = unsafe { served.finish(&mut self.handler, &chain, token) };
+        takeover.complete(Completion::Served { token, chain, state });
     }
 
     /// Finishes the transfers that were begun here: another thread has the queues.
@@ -298,12 +298,14 @@ impl<H: QueueHandler> Worker<H> {
         let Some(takeover) = context.takeover.clone() else { return };
         for completion in takeover.completions() {
             match completion {
-                Completion::Served { token, chain, answer: Answer::Done(written) } => {
+                Completion::Served { token, chain, state: ChainState::Done(written) } => {
                     if let Some((queue, _, memory)) = self.slots.take(token) {
                         self.push_used(queue, chain, &memory, context.handler.complete(token, written));
                     }
                 }
-                Completion::Served { token, chain, answer } => self.slots.fill(token, chain, answer == Answer::Parked),
+                Completion::Served { token, chain, state } => {
+                    self.slots.fill(token, chain, state == ChainState::Parked)
+                }
                 Completion::Transferred { token, outcome, pending } => {
                     if let Some(pending) = pending {
                         context.handler.attach(token, pending);

@@ -9,7 +9,7 @@ use ferry_engine::metrics::Recorder;
 use ferry_engine::requests::LoggedRequest;
 use ferry_engine::{RateLimiter, TransferRequest};
 use ferry_vfs::{BlockRange, Data, Errno, Ino, Input, Output};
-use ferry_vhost::{Answer, Chain, Io, Port, QueueHandler};
+use ferry_vhost::{Chain, ChainState, Io, Port, QueueHandler};
 use ferry_wire::blk::{
     HEADER_BYTES, ID_BYTES, Limits, RANGE_BYTES, RANGES_MAX, Range, Refusal, Request, Sizes, Status,
 };
@@ -91,7 +91,7 @@ impl Handler {
         Self { state, port, logical_block_bytes, limiter, under_way, recorder, active, logged, failed }
     }
 
-    fn read(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> Answer {
+    fn read(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> ChainState {
         let at = BlockRange { offset, bytes: bytes as u64, alignment: alignment(chain.writable(0, bytes)) };
         if self.state.features.slow {
             return match self.state.budget.take(bytes) {
@@ -103,7 +103,7 @@ impl Handler {
             };
         }
         match self.state.disk.read(&at, &mut ReadBuffer { chain, filled: 0, room: bytes }) {
-            Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, bytes)),
+            Ok(Data::Bytes(count)) if count == bytes => ChainState::Done(end(chain, Status::Ok, bytes)),
             Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
             Ok(Data::Extent(extent)) => {
                 self.note(io.token(), PendingTransfer { bytes, is_read: true, ..PendingTransfer::default() });
@@ -113,7 +113,7 @@ impl Handler {
         }
     }
 
-    fn write(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> Answer {
+    fn write(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> ChainState {
         let at = BlockRange { offset, bytes: bytes as u64, alignment: alignment(chain.readable(HEADER_BYTES, bytes)) };
         let durable = !self.state.is_writeback();
         if self.state.disk.write_waits(&at) {
@@ -133,7 +133,7 @@ impl Handler {
             };
         }
         match self.state.disk.write(&at, durable, &mut WriteBuffer { chain, taken: 0 }) {
-            Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, 0)),
+            Ok(Data::Bytes(count)) if count == bytes => ChainState::Done(end(chain, Status::Ok, 0)),
             Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
             Ok(Data::Extent(extent)) => {
                 self.note(io.token(), PendingTransfer { bytes, ..PendingTransfer::default() });
@@ -143,12 +143,12 @@ impl Handler {
         }
     }
 
-    fn flush(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
+    fn flush(&mut self, chain: &Chain, io: &mut Io<'_>) -> ChainState {
         if self.state.disk.flush_waits() {
             return self.run_on_pool(io, Job::Flush, None);
         }
         match self.state.disk.flush() {
-            Ok(None) => Answer::Done(end(chain, Status::Ok, 0)),
+            Ok(None) => ChainState::Done(end(chain, Status::Ok, 0)),
             Ok(Some(file)) => {
                 self.note(io.token(), PendingTransfer::default());
                 io.transfer(TransferRequest::fsync(file, true))
@@ -157,16 +157,23 @@ impl Handler {
         }
     }
 
-    fn id(&self, chain: &Chain, bytes: usize) -> Answer {
+    fn id(&self, chain: &Chain, bytes: usize) -> ChainState {
         let mut id = [0; ID_BYTES];
         for (to, from) in id.iter_mut().zip(self.state.disk.serial().bytes()) {
             *to = from;
         }
         chain.write_at(0, &id[..bytes]);
-        Answer::Done(end(chain, Status::Ok, bytes))
+        ChainState::Done(end(chain, Status::Ok, bytes))
     }
 
-    fn ranges(&mut self, chain: &Chain, io: &mut Io<'_>, request: Request, count: usize, limits: &Limits) -> Answer {
+    fn ranges(
+        &mut self,
+        chain: &Chain,
+        io: &mut Io<'_>,
+        request: Request,
+        count: usize,
+        limits: &Limits,
+    ) -> ChainState {
         let mut room = [0; RANGES_MAX * RANGE_BYTES];
         let bytes = &mut room[..count * RANGE_BYTES];
         chain.read_at(HEADER_BYTES, bytes);
@@ -185,10 +192,10 @@ impl Handler {
         }
     }
 
-    fn run_on_pool(&mut self, io: &Io<'_>, job: Job, room: Option<CopyPermit>) -> Answer {
+    fn run_on_pool(&mut self, io: &Io<'_>, job: Job, room: Option<CopyPermit>) -> ChainState {
         let (port, token, active, logged) = (Arc::clone(&self.port), io.token(), self.active, self.logged.take());
         slow::run(&self.state, job, room, move |reply| port.reply(token, Reply { active, logged, ..reply }));
-        Answer::Later
+        ChainState::Later
     }
 
     /// Carries out a request in chunks on this thread, when the copy budget is exhausted: that bounds the memory.
@@ -199,13 +206,13 @@ impl Handler {
         (offset, bytes): (u64, usize),
         filled_bytes: usize,
         piece: impl Fn(BlockRange, usize) -> Result<(), Errno>,
-    ) -> Answer {
+    ) -> ChainState {
         let mut pieces = (0..bytes).step_by(PIECE_BYTES).map(|from| {
             let bytes = PIECE_BYTES.min(bytes - from) as u64;
             piece(BlockRange { offset: offset + from as u64, bytes, alignment: 1 }, from)
         });
         match pieces.try_for_each(|outcome| outcome) {
-            Ok(()) => Answer::Done(end(chain, Status::Ok, filled_bytes)),
+            Ok(()) => ChainState::Done(end(chain, Status::Ok, filled_bytes)),
             Err(error) => self.fail(chain, error),
         }
     }
@@ -219,19 +226,19 @@ impl Handler {
         self.under_way[slot] = wanted;
     }
 
-    fn refuse(&self, chain: &Chain, refusal: Refusal) -> Answer {
+    fn refuse(&self, chain: &Chain, refusal: Refusal) -> ChainState {
         self.state.ratelimited_log.warn(format_args!("the guest sent an invalid request: {refusal}"));
         self.end_failed(chain, refusal.status())
     }
 
-    fn fail(&self, chain: &Chain, error: Errno) -> Answer {
+    fn fail(&self, chain: &Chain, error: Errno) -> ChainState {
         self.state.ratelimited_log.warn(format_args!("a request failed: {error}"));
         self.end_failed(chain, Reply::failed(error).status)
     }
 
-    fn end_failed(&self, chain: &Chain, status: Status) -> Answer {
+    fn end_failed(&self, chain: &Chain, status: Status) -> ChainState {
         self.failed.set(Some(status));
-        Answer::Done(end(chain, status, 0))
+        ChainState::Done(end(chain, status, 0))
     }
 }
 
@@ -285,7 +292,7 @@ impl QueueHandler for Handler {
     type Message = Reply;
     type PendingTransfer = ();
 
-    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
+    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> ChainState {
         let mut header = [0; HEADER_BYTES];
         chain.read_at(0, &mut header);
         let sizes = Sizes { readable: chain.readable_bytes(), writable: chain.writable_bytes() };
@@ -304,7 +311,7 @@ impl QueueHandler for Handler {
         let active = ActiveRequest::begin(&mut self.recorder, request);
         (self.active, self.failed) = (Some(active), Cell::new(None));
         self.logged = LoggedRequest::begin(&self.state.name, Ino::ROOT, None, &RequestText(request));
-        let answer = match request {
+        let state = match request {
             Request::Read { offset, bytes } => self.read(chain, io, offset, bytes),
             Request::Write { offset, bytes } => self.write(chain, io, offset, bytes),
             Request::Flush => self.flush(chain, io),
@@ -314,12 +321,12 @@ impl QueueHandler for Handler {
             }
         };
         self.active = None;
-        if matches!(answer, Answer::Done(_)) {
+        if matches!(state, ChainState::Done(_)) {
             let status = self.failed.get().unwrap_or(Status::Ok);
             active.end(&mut self.recorder, status);
             end_logged(self.logged.take(), Some(active), status);
         }
-        answer
+        state
     }
 
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {

@@ -43,6 +43,6 @@ pub use explain::{Explanation, Verdict, uring_verdict};
 pub use export::{Error, Export};
 pub use ferry_engine::RateLimiter;
 pub use ferry_serve::Cache;
-pub use mountpoint::{MountError, MountOptions, Mounted, Mountpoint};
+pub use mountpoint::{MountEntry, MountError, MountOptions, Mountpoint};
 pub use options::{Options, Path, PathError};
 pub use stats::Stats;

@@ -20,7 +20,7 @@ use check::{Identity, Place};
 pub use error::MountError;
 use helper::Helper;
 pub use options::MountOptions;
-pub use table::Mounted;
+pub use table::MountEntry;
 
 /// The device that a FUSE server talks to.
 const DEVICE: &str = "/dev/fuse";

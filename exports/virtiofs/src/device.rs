@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_serve::{Mappings, Server, SessionSlot, Share, ShareOptions};
-use ferry_state::Saved;
+use ferry_state::SavedSession;
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Backing, FileSystem};
 use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
@@ -252,7 +252,7 @@ impl Device for VirtioFs {
         if state.is_empty() {
             return Ok(());
         }
-        let saved = Saved::decode(state).map_err(|error| error.to_string())?;
+        let saved = SavedSession::decode(state).map_err(|error| error.to_string())?;
         let lost = guest.session.load(&self.share, saved, self.options.migration).map_err(|error| error.to_string())?;
         self.on_panic(lost, "are not found here under the same name").inspect_err(|_| guest.session.end())
     }

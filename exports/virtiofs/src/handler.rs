@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ferry_engine::RateLimiter;
 use ferry_serve::{Carrier, DetachedTransfer, FuseCarrier, ReplyBuffer, ServeOutcome, Server, TransferRequest};
-use ferry_vhost::{Answer, Chain, Io, Placement, Port, QueueHandler};
+use ferry_vhost::{Chain, ChainState, Io, Placement, Port, QueueHandler};
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, peek};
 
 /// The queue for FORGET and INTERRUPT, which is served first; the request queues follow it.
@@ -88,13 +88,13 @@ impl QueueHandler for Handler {
     type Message = Vec<u8>;
     type PendingTransfer = DetachedTransfer;
 
-    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
+    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> ChainState {
         let mut request = Request { chain, io, port: &self.port };
         match self.server.serve_caught(&mut request) {
-            ServeOutcome::Reply(bytes) => Answer::Done(written(bytes)),
-            ServeOutcome::NoReply => Answer::Done(0),
-            ServeOutcome::Transfer | ServeOutcome::Later => Answer::Later,
-            ServeOutcome::Parked => Answer::Parked,
+            ServeOutcome::Reply(bytes) => ChainState::Done(written(bytes)),
+            ServeOutcome::NoReply => ChainState::Done(0),
+            ServeOutcome::Transfer | ServeOutcome::Later => ChainState::Later,
+            ServeOutcome::Parked => ChainState::Parked,
         }
     }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ferry_fuse::{Mounted, Mountpoint};
+use ferry_fuse::{MountEntry, Mountpoint};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -314,7 +314,7 @@ impl Target {
         let owner = path.symlink_metadata().ok().filter(|found| found.file_type().is_socket()).map(|found| found.uid());
         of_owner(owner, &|one| Self::of_socket(path, one)).or_else(|| {
             let mount = mount_of(path)?;
-            let mount = Mounted::all().ok()?.into_iter().find(|mounted| mounted.id == mount)?;
+            let mount = MountEntry::all().ok()?.into_iter().find(|mounted| mounted.id == mount)?;
             let owner = mount.option("user_id").and_then(|id| id.to_str()?.parse().ok());
             of_owner(owner, &|one| Self::of_mount(path, one).pop())
         })

@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use ferry_fuse::Mounted;
+use ferry_fuse::MountEntry;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
@@ -39,7 +39,7 @@ impl Container {
     ///
     /// There are several, or it is none of the snapshotter's, or has no image that is fetched when it is read.
     pub fn find(name: &str, before: &BTreeSet<PathBuf>) -> Result<Option<Self>> {
-        let mounts = Mounted::all().context("cannot read the kernel's mount table")?;
+        let mounts = MountEntry::all().context("cannot read the kernel's mount table")?;
         let overlays = mounts.iter().filter(|mount| mount.kind == "overlay");
         if let Some(manifest) = name.strip_prefix(DIGEST) {
             let new = overlays.filter(|mount| upper(mount).is_some_and(|upper| !before.contains(&upper)));
@@ -70,7 +70,7 @@ impl Container {
 
     /// Returns the upper directories of all containers. The numbers of mounts are used again; the snapshotter's directories are not.
     pub fn uppers() -> Result<BTreeSet<PathBuf>> {
-        let mounts = Mounted::all().context("cannot read the kernel's mount table")?;
+        let mounts = MountEntry::all().context("cannot read the kernel's mount table")?;
         Ok(mounts.iter().filter_map(upper).collect())
     }
 
@@ -86,7 +86,7 @@ impl Container {
 
     /// Whether its mount is still there.
     pub fn is_mounted(&self) -> bool {
-        Mounted::all().is_ok_and(|mounts| mounts.iter().any(|mount| mount.id == self.id && mount.at == self.at))
+        MountEntry::all().is_ok_and(|mounts| mounts.iter().any(|mount| mount.id == self.id && mount.at == self.at))
     }
 }
 
@@ -118,11 +118,11 @@ fn is_named(at: &Path, name: &str) -> bool {
 }
 
 /// Returns the upper directory of an overlayfs: ROOT/snapshots/ID/fs.
-fn upper(mount: &Mounted) -> Option<PathBuf> {
+fn upper(mount: &MountEntry) -> Option<PathBuf> {
     mount.option("upperdir").map(PathBuf::from)
 }
 
-fn of_mount(mount: &Mounted) -> Option<Container> {
+fn of_mount(mount: &MountEntry) -> Option<Container> {
     let upper = upper(mount)?;
     let snapshot = upper.parent()?;
     let root = snapshot.parent()?.parent()?;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_fuse::Mounted;
+use ferry_fuse::MountEntry;
 use ferry_image::Digest;
 use rustix::fs::{FlockOperation, XattrFlags, flock, getxattr, setxattr};
 use rustix::io::Errno;
@@ -48,7 +48,7 @@ impl Upper {
         let lock = File::open(&work).with_context(|| format!("cannot open {}", work.display()))?;
         lock_within(&lock, LOCK_TIME)
             .with_context(|| format!("cannot lock {0}, which another process has locked (lsof {0})", work.display()))?;
-        let mounts = Mounted::all().context("cannot read the kernel's mount table")?;
+        let mounts = MountEntry::all().context("cannot read the kernel's mount table")?;
         if let Some(mounted) = mounted_on(&mounts, &dir) {
             bail!("{} is already the upper layer of the mount on {}", dir.display(), mounted.display());
         }
@@ -125,8 +125,8 @@ fn check_image(dir: &Path, work: &Path, image: Digest) -> Result<()> {
 }
 
 /// Returns the mount point of an overlayfs with this upper layer.
-fn mounted_on(mounts: &[Mounted], upper: &Path) -> Option<PathBuf> {
-    let is_it = |mounted: &&Mounted| {
+fn mounted_on(mounts: &[MountEntry], upper: &Path) -> Option<PathBuf> {
+    let is_it = |mounted: &&MountEntry| {
         mounted.kind == "overlay" && mounted.option("upperdir").is_some_and(|found| found == upper.as_os_str())
     };
     mounts.iter().find(is_it).map(|mounted| mounted.at.clone())
@@ -153,7 +153,7 @@ mod tests {
         let table = b"22 27 0:21 / /sys rw shared:7 - sysfs sysfs rw\nbroken\n\
             36 35 98:0 / /my\\040mnt rw shared:2 - overlay /a rw,lowerdir+=/x,upperdir=/up\\054per,workdir=/w\n\
             37 35 98:0 / /other rw - ext4 /a rw,upperdir=/ext4\n38 35 0:1 / /low rw - overlay overlay ro,lowerdir=/x\n";
-        let table = Mounted::read(table);
+        let table = MountEntry::read(table);
         assert_eq!(mounted_on(&table, Path::new("/up,per")), Some("/my mnt".into()));
         for path in ["/up", "/x", "/ext4", "/w"] {
             assert_eq!(mounted_on(&table, Path::new(path)), None, "{path}");

@@ -27,7 +27,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use ferry_fuse::Mounted;
+use ferry_fuse::MountEntry;
 use ferry_image::Objects;
 use ferry_vfs::sync::lock;
 use nix::fcntl::{FcntlArg, fcntl};
@@ -353,12 +353,12 @@ fn range_lock(kind: i32, from: i64, to: i64) -> libc::flock {
 pub fn wait_for_unmount(id: u64) -> io::Result<()> {
     // Opened before the first check, so that no change is missed.
     let table = File::open("/proc/self/mountinfo")?;
-    let Some(Mounted { kind, source, .. }) = Mounted::all()?.into_iter().find(|mounted| mounted.id == id) else {
+    let Some(MountEntry { kind, source, .. }) = MountEntry::all()?.into_iter().find(|mounted| mounted.id == id) else {
         return Ok(());
     };
     // The kernel uses numbers again.
-    let is_it = |mounted: &Mounted| mounted.id == id && mounted.kind == kind && mounted.source == source;
-    while Mounted::all()?.iter().any(is_it) {
+    let is_it = |mounted: &MountEntry| mounted.id == id && mounted.kind == kind && mounted.source == source;
+    while MountEntry::all()?.iter().any(is_it) {
         match poll(&mut [PollFd::new(&table, PollFlags::PRI)], None) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use ferry_state::{Init, JournalEntry, Node, OpenFile, PreviousSession, Saved, SavedLock, SessionStore};
+use ferry_state::{Init, JournalEntry, Node, OpenFile, PreviousSession, SavedLock, SavedSession, SessionStore};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Caller, Errno, IdentityScope, Ino, Lock, LockKind, LockOwner, Migrate, Name, OFlags, Result};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitOutcome, InitRequest, LockRequest, Negotiated, negotiate};
@@ -77,7 +77,12 @@ impl SessionSlot {
     ///
     /// # Errors
     /// [`RestoreError`].
-    pub fn load(&self, share: &Share, saved: Saved, within: IdentityScope) -> std::result::Result<usize, RestoreError> {
+    pub fn load(
+        &self,
+        share: &Share,
+        saved: SavedSession,
+        within: IdentityScope,
+    ) -> std::result::Result<usize, RestoreError> {
         let negotiated = agree(share, self, None, &saved.init)?;
         // The other server was no process of this host.
         let within = if within == IdentityScope::Host { IdentityScope::Paths } else { within };
@@ -93,7 +98,7 @@ impl SessionSlot {
 
     /// Returns the client's state for a server that finds inodes within this scope, and the number of inodes that
     /// cannot be identified.
-    pub fn save(&self, within: IdentityScope) -> Option<(Saved, usize)> {
+    pub fn save(&self, within: IdentityScope) -> Option<(SavedSession, usize)> {
         self.current().map(|session| session.save(within))
     }
 
@@ -146,7 +151,7 @@ impl Session {
     /// Restores inodes, open files and locks; returns how many failed.
     fn adopt(
         &self,
-        (saved, within): (Saved, IdentityScope),
+        (saved, within): (SavedSession, IdentityScope),
         files: HashMap<OpenFile, OwnedFd>,
         slots: Option<Slots>,
     ) -> usize {
@@ -357,8 +362,8 @@ impl Session {
     }
 
     /// Returns the client's state, and how many inodes cannot be identified to another host.
-    fn save(&self, within: IdentityScope) -> (Saved, usize) {
-        let mut saved = Saved { init: self.init, locks: self.locks.list(), ..Saved::default() };
+    fn save(&self, within: IdentityScope) -> (SavedSession, usize) {
+        let mut saved = SavedSession { init: self.init, locks: self.locks.list(), ..SavedSession::default() };
         let mut missing: HashMap<Ino, u64> = HashMap::new();
         for shard in &self.shards {
             let shard = lock(shard);

@@ -29,7 +29,7 @@ use ferry_vfs::sync::{lock, read};
 use serde::{Deserialize, Serialize};
 
 pub use self::labels::{Request, TARGET, includes};
-use self::process::{Job, Mounted, Puller};
+use self::process::{Job, MountState, Puller};
 use crate::config::LazyConfig;
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
@@ -301,11 +301,11 @@ impl Lazy {
         let about =
             self.about(key)?.ok_or_else(|| Error::Lazy { image: key.into(), reason: "it was removed".into() })?;
         match process::mounted(&at)? {
-            Mounted::Fuse => return Ok(at),
-            Mounted::Erofs if self.is_served(key, &about)? => return Ok(at),
+            MountState::Fuse => return Ok(at),
+            MountState::Erofs if self.is_served(key, &about)? => return Ok(at),
             // A mount on top of it serves the readers of the one below, too.
-            Mounted::Erofs | Mounted::Nothing => {}
-            Mounted::Dead => erofs::unmount_all(&at)?,
+            MountState::Erofs | MountState::Nothing => {}
+            MountState::Dead => erofs::unmount_all(&at)?,
         }
         if let Err(error) = self.list_first(key) {
             tracing::warn!("{}: files are fetched in the order of the layers", told(&error));
@@ -354,9 +354,9 @@ impl Lazy {
         let _held = self.held.hold(key);
         let Some(about) = self.about(key)? else { return Ok(false) };
         Ok(match process::mounted(&self.folder(key).join("layer"))? {
-            Mounted::Nothing | Mounted::Fuse => false,
-            Mounted::Dead => true,
-            Mounted::Erofs => !self.is_served(key, &about)?,
+            MountState::Nothing | MountState::Fuse => false,
+            MountState::Dead => true,
+            MountState::Erofs => !self.is_served(key, &about)?,
         })
     }
 
@@ -413,7 +413,7 @@ impl Lazy {
             for key in lazy.keys().unwrap_or_default() {
                 process::watch(&lazy.folder(&key).join("process"), lazy.on_end(&key));
                 let is_mounted = process::mounted(&lazy.folder(&key).join("layer"));
-                if is_mounted.is_ok_and(|mounted| mounted != Mounted::Nothing)
+                if is_mounted.is_ok_and(|mounted| mounted != MountState::Nothing)
                     && let Err(error) = lazy.mount(&key, None)
                 {
                     tracing::warn!("{}", told(&error));

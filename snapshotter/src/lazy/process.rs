@@ -30,7 +30,7 @@ const REPORT_BYTES_MAX: usize = 32 << 20;
 
 /// What is on a mount point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mounted {
+pub enum MountState {
     /// Nothing.
     Nothing,
     /// EROFS, by the kernel.
@@ -46,22 +46,22 @@ pub enum Mounted {
 /// # Errors
 ///
 /// It cannot be inspected.
-pub fn mounted(at: &Path) -> Result<Mounted> {
+pub fn mounted(at: &Path) -> Result<MountState> {
     match statx(CWD, at, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE) {
-        Err(Errno::NOENT) => return Ok(Mounted::Nothing),
-        Err(Errno::NOTCONN | Errno::CONNABORTED) => return Ok(Mounted::Dead),
+        Err(Errno::NOENT) => return Ok(MountState::Nothing),
+        Err(Errno::NOTCONN | Errno::CONNABORTED) => return Ok(MountState::Dead),
         found if !found.doing("inspect", at)?.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) => {
-            return Ok(Mounted::Nothing);
+            return Ok(MountState::Nothing);
         }
         _ => {}
     }
     if erofs::is_mounted(at)? {
-        return Ok(Mounted::Erofs);
+        return Ok(MountState::Erofs);
     }
     // Attributes can be in the kernel's memory; this cannot.
     match statfs(at) {
-        Err(Errno::NOTCONN | Errno::CONNABORTED) => Ok(Mounted::Dead),
-        found => found.doing("inspect", at).map(|_| Mounted::Fuse),
+        Err(Errno::NOTCONN | Errno::CONNABORTED) => Ok(MountState::Dead),
+        found => found.doing("inspect", at).map(|_| MountState::Fuse),
     }
 }
 
@@ -218,7 +218,7 @@ pub fn mount(
         fs::write(job.process, format!("{} {named}", child.id())).doing("write to", job.process)?;
         loop {
             let status = child.try_wait().doing("wait for", &program)?;
-            if matches!(mounted(job.at)?, Mounted::Erofs | Mounted::Fuse) && mount_id(job.at)? != before {
+            if matches!(mounted(job.at)?, MountState::Erofs | MountState::Fuse) && mount_id(job.at)? != before {
                 return Ok(());
             }
             if let Some(status) = status {
@@ -331,7 +331,7 @@ mod tests {
             let error = mount(&config, &job, None, || panic!("it was not mounted")).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("oci:h/a:1"), "{error}");
         }
-        assert_eq!(mounted(at).unwrap(), Mounted::Nothing);
+        assert_eq!(mounted(at).unwrap(), MountState::Nothing);
     }
 
     /// As on a full disk: nobody could find the process later.

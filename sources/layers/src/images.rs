@@ -73,7 +73,9 @@ impl Images {
         let known = self.known(reference)?;
         let mut found = lock(&known.found);
         match &*found {
-            Some(CachedManifest { at, image: Ok(image) }) if at.elapsed() < MISSING_LAYER_LIFETIME || at.elapsed() < MANIFEST_LIFETIME && fits(image) => {
+            Some(CachedManifest { at, image: Ok(image) })
+                if at.elapsed() < MISSING_LAYER_LIFETIME || at.elapsed() < MANIFEST_LIFETIME && fits(image) =>
+            {
                 return Ok(Arc::clone(image));
             }
             Some(CachedManifest { at, image: Err(reason) }) if at.elapsed() < FAILURE_LIFETIME => {

@@ -18,7 +18,7 @@ use ferry_vfs::Errno;
 use ferry_vfs::sync::{self, lock};
 use ferry_wire::ninep::{Fid, Reply, Request, Tag, WRITE_HEAD_BYTES, encode_transfer_head, kind};
 
-pub(crate) use pending::{Answer, Message, Wake};
+pub(crate) use pending::{Message, RequestEnd, Wake};
 use pending::{Pending, Table};
 
 use crate::options::Options;
@@ -209,13 +209,13 @@ impl std::fmt::Debug for Connection {
 /// A reply that a caller waits for.
 #[derive(Debug)]
 pub(crate) struct Ticket {
-    slot: Arc<(Mutex<Option<Answer>>, Condvar)>,
+    slot: Arc<(Mutex<Option<RequestEnd>>, Condvar)>,
     harmless: bool,
 }
 
 impl Ticket {
     fn new(request_kind: u8) -> (Self, Wake) {
-        let slot: Arc<(Mutex<Option<Answer>>, Condvar)> = Arc::default();
+        let slot: Arc<(Mutex<Option<RequestEnd>>, Condvar)> = Arc::default();
         let other = Arc::clone(&slot);
         let wake = Wake::call(move |answer| {
             *lock(&other.0) = Some(answer);
@@ -227,7 +227,7 @@ impl Ticket {
     /// Waits for the reply. If the server is silent for too long, the connection ends.
     pub(crate) fn wait(self, connection: &Connection) -> Outcome<Message> {
         let begun = Instant::now();
-        let waits = |slot: &mut Option<Answer>| slot.is_none();
+        let waits = |slot: &mut Option<RequestEnd>| slot.is_none();
         let mut slot = lock(&self.slot.0);
         while slot.is_none() {
             let left = connection.patience(begun);
@@ -254,10 +254,10 @@ impl Ticket {
         answer.map(|answer| self.outcome(answer))
     }
 
-    fn outcome(&self, answer: Answer) -> Outcome<Message> {
+    fn outcome(&self, answer: RequestEnd) -> Outcome<Message> {
         match answer {
-            Answer::Message(message) => Ok(message),
-            Answer::Lost { sent, .. } => Err(RequestError::Lost { harmless: !sent || self.harmless }),
+            RequestEnd::Message(message) => Ok(message),
+            RequestEnd::Lost { sent, .. } => Err(RequestError::Lost { harmless: !sent || self.harmless }),
         }
     }
 }
@@ -315,7 +315,7 @@ impl Connection {
         }
         if state.broken.is_some() {
             drop(state);
-            return wake.wake(Answer::Lost { sent: false, buffer: request.buffer.take() });
+            return wake.wake(RequestEnd::Lost { sent: false, buffer: request.buffer.take() });
         }
         let tag = self.register(&mut state, &mut request, wake, true);
         drop(state);
@@ -327,7 +327,7 @@ impl Connection {
         let mut state = lock(&self.state);
         if state.broken.is_some() {
             drop(state);
-            return wake.wake(Answer::Lost { sent: false, buffer: request.buffer });
+            return wake.wake(RequestEnd::Lost { sent: false, buffer: request.buffer });
         }
         state.queue.push_back((request, wake));
         drop(state);
@@ -347,7 +347,7 @@ impl Connection {
         let mut state = lock(&self.state);
         if state.broken.is_some() {
             drop(state);
-            wake.wake(Answer::Lost { sent: false, buffer: None });
+            wake.wake(RequestEnd::Lost { sent: false, buffer: None });
             return ticket;
         }
         let tag = self.register(&mut state, &mut request, wake, false);
@@ -361,7 +361,7 @@ impl Connection {
         let mut state = lock(&self.state);
         if state.broken.is_some() {
             drop(state);
-            wake.wake(Answer::Lost { sent: false, buffer: None });
+            wake.wake(RequestEnd::Lost { sent: false, buffer: None });
             return Ok(Tag::NONE);
         }
         if state.table.parked() >= PARKED_MAX {
@@ -379,7 +379,7 @@ impl Connection {
         self.send_later(
             Outgoing::new(&Request::Flush { old: tag }),
             Wake::call(move |answer| {
-                if let Answer::Message(_) = answer {
+                if let RequestEnd::Message(_) = answer {
                     connection.flushed(tag);
                 }
             }),
@@ -390,7 +390,7 @@ impl Connection {
     fn flushed(&self, tag: Tag) {
         let pending = lock(&self.state).table.remove(tag.0);
         if let Some(pending) = pending {
-            pending.wake.wake(Answer::Message(Message::flushed()));
+            pending.wake.wake(RequestEnd::Message(Message::flushed()));
         }
     }
 
@@ -460,10 +460,10 @@ impl Connection {
         self.room.notify_all();
         self.work.notify_all();
         for pending in pending {
-            pending.wake.wake(Answer::Lost { sent: true, buffer: pending.buffer });
+            pending.wake.wake(RequestEnd::Lost { sent: true, buffer: pending.buffer });
         }
         for (request, wake) in queue {
-            wake.wake(Answer::Lost { sent: false, buffer: request.buffer });
+            wake.wake(RequestEnd::Lost { sent: false, buffer: request.buffer });
         }
         let bound = std::mem::take(&mut *lock(&self.bound));
         bound.iter().filter_map(Weak::upgrade).for_each(|connection| connection.fail(reason));
@@ -532,7 +532,7 @@ impl Connection {
         let connection = Arc::clone(self);
         let free = Wake::call(move |answer| {
             // Whatever its reply, the server has released the fid (clunk(5)).
-            if let Answer::Message(_) = answer {
+            if let RequestEnd::Message(_) = answer {
                 connection.free_fid(fid);
             }
         });

@@ -10,7 +10,7 @@ use ferry_wire::ninep::{Reply, Request};
 
 use crate::cache::{CachedFile, Completion, Remote};
 use crate::client::Shared;
-use crate::connection::{Answer, Connection, Message, Outcome, Outgoing, Wake};
+use crate::connection::{Connection, Message, Outcome, Outgoing, RequestEnd, Wake};
 use crate::inode::Inode;
 use crate::session::OwnedFid;
 
@@ -45,17 +45,17 @@ pub(crate) struct SentTransfer {
 
 impl SentTransfer {
     /// Called with the reply, or without one.
-    pub(crate) fn answered(self, answer: Answer) {
+    pub(crate) fn answered(self, answer: RequestEnd) {
         let Self { mut transfer, held, bytes } = self;
         match answer {
-            Answer::Message(mut message) => {
+            RequestEnd::Message(mut message) => {
                 let moved = moved(held.connection(), transfer.what, &message, bytes);
                 drop(held);
                 let moved = moved.map_err(|_| Errno::IO).and_then(|moved| moved);
                 transfer.done.end(message.buffer.take().unwrap_or_default(), moved);
             }
             // The connection's threads cannot wait for the next connection.
-            Answer::Lost { buffer, .. } => match (transfer.what, buffer) {
+            RequestEnd::Lost { buffer, .. } => match (transfer.what, buffer) {
                 // The data to write are lost with the request: zeros must not replace them.
                 (TransferKind::Write, None) => transfer.done.end(Vec::new(), Err(Errno::IO)),
                 (_, buffer) => {

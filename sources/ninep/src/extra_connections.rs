@@ -12,7 +12,7 @@ use ferry_vfs::OFlags;
 use ferry_vfs::sync::lock;
 use ferry_wire::ninep::{Fid, Reply, Request, Step, Steps, WALK_NAMES_MAX};
 
-use crate::connection::{Answer, Connection, Outgoing, RequestError, Wake};
+use crate::connection::{Connection, Outgoing, RequestEnd, RequestError, Wake};
 use crate::inode::{Inode, walked};
 use crate::session::{OwnedFid, Session};
 
@@ -117,8 +117,8 @@ impl PendingOpen {
         connection.send_later(request, Wake::call(move |answer| self.walked(&other, new_fid, steps, answer)));
     }
 
-    fn walked(self, connection: &Arc<Connection>, fid: Fid, steps: usize, answer: Answer) {
-        let Answer::Message(message) = answer else { return self.end(Slot::Refused) };
+    fn walked(self, connection: &Arc<Connection>, fid: Fid, steps: usize, answer: RequestEnd) {
+        let RequestEnd::Message(message) = answer else { return self.end(Slot::Refused) };
         let Ok(Some(qid)) = connection.take(&message, walked(steps)) else {
             // There is no such fid.
             connection.free_fid(fid);
@@ -134,11 +134,11 @@ impl PendingOpen {
             request,
             Wake::call(move |answer| {
                 let qid = match answer {
-                    Answer::Message(message) => held.connection().take(&message, |reply| match reply {
+                    RequestEnd::Message(message) => held.connection().take(&message, |reply| match reply {
                         Reply::Open { qid, .. } => Some(qid),
                         _ => None,
                     }),
-                    Answer::Lost { .. } => Err(RequestError::Lost { harmless: true }),
+                    RequestEnd::Lost { .. } => Err(RequestError::Lost { harmless: true }),
                 };
                 let is_it = qid.is_ok_and(|qid| qid.path == self.inode.path);
                 self.end(if is_it { Slot::Open(held) } else { Slot::Refused });

@@ -16,7 +16,7 @@ use ferry_vfs::{
 use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request, Tag};
 
 use crate::client::Shared;
-use crate::connection::{Answer, Connection, Outcome, Outgoing, RequestError, Wake};
+use crate::connection::{Connection, Outcome, Outgoing, RequestEnd, RequestError, Wake};
 use crate::inode::Inode;
 use crate::open_fids::OpenFile;
 use crate::options::Cache;
@@ -281,12 +281,12 @@ impl Shared {
     }
 
     /// Called with the reply on the connection's reader thread, so it must not send requests.
-    fn wait_answered(self: &Arc<Self>, wait: &Arc<Wait>, connection: &Connection, answer: Answer) {
+    fn wait_answered(self: &Arc<Self>, wait: &Arc<Wait>, connection: &Connection, answer: RequestEnd) {
         let outcome = match answer {
-            Answer::Lost { .. } => Err(RequestError::Lost { harmless: true }),
+            RequestEnd::Lost { .. } => Err(RequestError::Lost { harmless: true }),
             // Somebody may wait for it again; otherwise the keeper ends it.
-            Answer::Message(message) if message.is_flushed => Err(RequestError::Lost { harmless: true }),
-            Answer::Message(message) => {
+            RequestEnd::Message(message) if message.is_flushed => Err(RequestError::Lost { harmless: true }),
+            RequestEnd::Message(message) => {
                 connection.take(&message, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })
             }
         };

@@ -8,7 +8,7 @@ use crate::io::Io;
 /// The state of a chain after [`QueueHandler::serve`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub enum Answer {
+pub enum ChainState {
     /// Served, with this many bytes written to it.
     Done(u32),
     /// A transfer or a reply with the chain's token will complete it.
@@ -39,7 +39,7 @@ pub trait QueueHandler: 'static {
     /// [`Self::serve`].
     fn accept(&mut self, _token: u64, _chain: &Chain) {}
     /// Serves a chain.
-    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer;
+    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> ChainState;
     /// Finishes the reply after the chain's transfer; returns the number of written bytes.
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: std::io::Result<usize>) -> u32;
     /// Called by the owner of the queue before a chain that any thread served goes to the used ring, in the order of

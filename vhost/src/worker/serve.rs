@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use ferry_engine::{BLOCKED, PoolTransfer};
 
-use super::{Answer, Placement, QueueHandler, Worker, WorkerContext};
+use super::{ChainState, Placement, QueueHandler, Worker, WorkerContext};
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
 use crate::io::ServedChain;
@@ -107,14 +107,14 @@ impl<H: QueueHandler> Worker<H> {
         mut served: ServedChain,
     ) {
         let running = &mut self.running[index];
-        if let Answer::Done(written) = served.answer {
+        if let ChainState::Done(written) = served.state {
             running.push(&chain, None, context.handler.complete(token, written));
             self.chain = chain;
             return;
         }
         // SAFETY: the slot keeps the memory until the transfer has ended.
         unsafe { served.queue(&mut context.transfers, &chain, token) };
-        self.slots.put(running.queue, chain, running.ring.memory(), served.answer == Answer::Parked);
+        self.slots.put(running.queue, chain, running.ring.memory(), served.state == ChainState::Parked);
         running.out += 1;
         self.chain = self.spare.pop().unwrap_or_default();
     }
@@ -136,13 +136,13 @@ impl<H: QueueHandler> Worker<H> {
             let start = Instant::now();
             let served = ServedChain::by(handler, &chain, token);
             // SAFETY: `memory` is what the chain lies in.
-            let answer = unsafe { served.finish(handler, &chain, token) };
+            let state = unsafe { served.finish(handler, &chain, token) };
             drop(memory);
             let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
             if start.elapsed() >= BLOCKED {
                 takeover.slow.begin();
             }
-            takeover.complete(Completion::Served { token, chain, answer });
+            takeover.complete(Completion::Served { token, chain, state });
         };
         if let Err(job) = pool.run(order, Box::new(job)) {
             job(&mut context.handler);

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ferry_driver::{Config, Driver, Ticket};
-use ferry_vhost::{Answer, Chain, Device, Io, Placement, Port, QueueHandler, Server, Socket, WorkerOptions};
+use ferry_vhost::{Chain, ChainState, Device, Io, Placement, Port, QueueHandler, Server, Socket, WorkerOptions};
 
-/// What an answer differs from its question by.
+/// The difference between a request and its reply.
 const MASK: u64 = 0x5555_aaaa_0f0f_3c3c;
 /// How long the odd numbers take.
 const LATER: Duration = Duration::from_micros(300);
@@ -20,7 +20,7 @@ const MUCH_LATER: Duration = Duration::from_millis(30);
 pub const HELD: u64 = 1 << 62;
 /// Added to a number: the worker waits for [`Toy::gate`] before anything else.
 pub const GATED: u64 = 1 << 61;
-/// Added to a number: whoever is to answer it panics.
+/// Added to a number: its handler panics.
 pub const PANICS: u64 = 1 << 60;
 /// Added to such a number: and once more, which ends the worker.
 pub const FATAL: u64 = 1 << 59;
@@ -143,7 +143,7 @@ impl QueueHandler for Handler {
     type Message = u64;
     type PendingTransfer = ();
 
-    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
+    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> ChainState {
         let mut bytes = [0; 8];
         chain.read_at(0, &mut bytes);
         let number = u64::from_le_bytes(bytes);
@@ -156,18 +156,19 @@ impl QueueHandler for Handler {
         }
         if number & HELD != 0 {
             self.toy.held.lock().unwrap().push((Arc::clone(&self.port), io.token(), number));
-            return if number < PARKED { Answer::Later } else { Answer::Parked };
+            return if number < PARKED { ChainState::Later } else { ChainState::Parked };
         }
         if number.is_multiple_of(2) {
-            return Answer::Done(self.deliver(chain, number));
+            return ChainState::Done(self.deliver(chain, number));
         }
         let (port, token) = (Arc::clone(&self.port), io.token());
-        let (answer, delay) = if number < PARKED { (Answer::Later, LATER) } else { (Answer::Parked, MUCH_LATER) };
+        let (state, delay) =
+            if number < PARKED { (ChainState::Later, LATER) } else { (ChainState::Parked, MUCH_LATER) };
         std::thread::spawn(move || {
             std::thread::sleep(delay);
             port.reply(token, number);
         });
-        answer
+        state
     }
 
     fn transferred(&mut self, _: u64, _: &Chain, _: io::Result<usize>) -> u32 {
@@ -210,7 +211,7 @@ pub fn ask(driver: &mut Driver, queue: usize, number: u64) -> ferry_driver::Resu
     driver.queue(queue).submit(&[&number.to_le_bytes()], &[8])
 }
 
-/// Whether this is the answer to a number.
+/// Whether this is the reply to a number.
 pub fn answers(number: u64, reply: &[u8]) -> bool {
     reply == (number ^ MASK).to_le_bytes()
 }

@@ -10,7 +10,7 @@ use rustix::fs::{AtFlags, Dir, Mode, OFlags, StatxFlags};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 
-use super::table::Mounted;
+use super::table::MountEntry;
 use super::{MountError, helper};
 
 /// The file system type of ferry mounts in the mount table.
@@ -79,12 +79,12 @@ const _: () = assert!(size_of::<MountRequest>() == MOUNT_REQUEST_BYTES as usize)
 /// Returns the id of the mount of a path, if it is a ferry mount; its server may have died.
 pub(super) fn of_ferry(path: &Path) -> Option<u64> {
     let id = table_id(path).ok()?;
-    Mounted::find(id).is_some_and(|mounted| mounted.kind == OUR_KIND).then_some(id)
+    MountEntry::find(id).is_some_and(|mounted| mounted.kind == OUR_KIND).then_some(id)
 }
 
 /// Returns whether a ferry mount is at exactly this path.
 pub(super) fn is_mount_of_ferry(path: &Path) -> bool {
-    let mounted = table_id(path).ok().and_then(Mounted::find);
+    let mounted = table_id(path).ok().and_then(MountEntry::find);
     mounted.is_some_and(|mounted| mounted.kind == OUR_KIND && mounted.at == path)
 }
 
@@ -130,7 +130,7 @@ pub(super) fn prepare(path: &Path, kind: &str, nonempty: bool) -> Result<Place, 
 fn clear_dead(path: &Path, kind: &str) -> Result<bool, MountError> {
     let id = table_id(path).map_err(|error| reach_error(path, error.into()))?;
     let above = path.parent().and_then(|parent| table_id(parent).ok());
-    let mounted = if above == Some(id) { None } else { Mounted::find(id) };
+    let mounted = if above == Some(id) { None } else { MountEntry::find(id) };
     let Some(mounted) = mounted.filter(|mounted| mounted.kind.starts_with("fuse")) else { return Ok(false) };
 
     let ours = mounted.kind == OUR_KIND || mounted.kind == kind;

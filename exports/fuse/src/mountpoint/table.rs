@@ -11,7 +11,7 @@ const PATH: &str = "/proc/self/mountinfo";
 
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mounted {
+pub struct MountEntry {
     /// Its id, as in `statx` (`STATX_MNT_ID`).
     pub id: u64,
     /// Where it is.
@@ -24,7 +24,7 @@ pub struct Mounted {
     options: Vec<u8>,
 }
 
-impl Mounted {
+impl MountEntry {
     /// Returns all mounts that this process can see.
     ///
     /// # Errors
@@ -97,8 +97,9 @@ mod tests {
         let table = b"22 27 0:21 / /sys rw,nosuid shared:7 - sysfs sysfs rw\n\
             36 35 98:0 /mnt1 /mnt\\0402 rw,noatime master:1 shared:2 - fuse.ferry my\\040dir\\134x rw,errors=continue,dir=a\\054b\n\
             362 1 0:5 / / rw - tmpfs none rw\nbroken\n7 8";
-        let found = Mounted::read(table);
-        let fields = |mounted: &Mounted| (mounted.id, mounted.at.clone(), mounted.kind.clone(), mounted.source.clone());
+        let found = MountEntry::read(table);
+        let fields =
+            |mounted: &MountEntry| (mounted.id, mounted.at.clone(), mounted.kind.clone(), mounted.source.clone());
         let expected = |id: u64, at: &str, kind: &str, source: &str| (id, at.into(), kind.into(), source.into());
         assert_eq!(
             found.iter().map(fields).collect::<Vec<_>>(),

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferry_vfs::{Errno, Result};
-use ferry_vhost::{Answer, Chain, Io, Placement, QueueHandler};
+use ferry_vhost::{Chain, ChainState, Io, Placement, QueueHandler};
 use ferry_wire::ninep::{
-    DecodeError, Frame, HEADER_BYTES, Reply as Answered, Request as Asked, Tag, WRITE_HEAD_BYTES, WriteHead, kind,
+    DecodeError, Frame, HEADER_BYTES, Reply as Rmessage, Request as Tmessage, Tag, WRITE_HEAD_BYTES, WriteHead, kind,
 };
 
 use super::chain::{Reply, Request};
@@ -48,7 +48,7 @@ impl Handler {
     /// Replies with an error, or not at all without room.
     fn error(&mut self, chain: &Chain, tag: Tag, errno: Errno) -> u32 {
         let mut reply = Reply { chain, short: &mut self.short };
-        encode(&mut reply, tag, &Answered::Error(errno));
+        encode(&mut reply, tag, &Rmessage::Error(errno));
         put(chain, &self.short)
     }
 
@@ -74,10 +74,10 @@ impl Handler {
         Ok(())
     }
 
-    fn serve_copy(&mut self, chain: &Chain, io: &mut Io<'_>, tag: Tag, registered: Registered) -> Answer {
+    fn serve_copy(&mut self, chain: &Chain, io: &mut Io<'_>, tag: Tag, registered: Registered) -> ChainState {
         let message = std::mem::take(&mut self.message);
         let is_write = message.get(4) == Some(&kind::TWRITE) && message.len() == WRITE_HEAD_BYTES;
-        let answer = if is_write {
+        let state = if is_write {
             match WriteHead::decode(&message) {
                 Ok((tag, head)) => {
                     self.charge(Some(head.bytes.into()));
@@ -86,10 +86,10 @@ impl Handler {
                 Err(flaw) => self.flawed(chain, tag, &flaw),
             }
         } else {
-            match Asked::decode(&message) {
-                Ok((tag, Asked::Version { msize, version })) => self.version(chain, tag, msize, version),
-                Ok((tag, Asked::Flush { old })) => match self.guest.flush(io.token(), tag, old) {
-                    Ok(()) => Answer::Later,
+            match Tmessage::decode(&message) {
+                Ok((tag, Tmessage::Version { msize, version })) => self.version(chain, tag, msize, version),
+                Ok((tag, Tmessage::Flush { old })) => match self.guest.flush(io.token(), tag, old) {
+                    Ok(()) => ChainState::Later,
                     Err(refused) => self.refuse(chain, tag, refused),
                 },
                 Ok((tag, asked)) => {
@@ -100,7 +100,7 @@ impl Handler {
             }
         };
         self.message = message;
-        answer
+        state
     }
 
     fn charge(&self, cost_bytes: Option<u64>) {
@@ -109,29 +109,29 @@ impl Handler {
         }
     }
 
-    fn version(&mut self, chain: &Chain, tag: Tag, msize: u32, version: &[u8]) -> Answer {
+    fn version(&mut self, chain: &Chain, tag: Tag, msize: u32, version: &[u8]) -> ChainState {
         let (session, answer) = session::agree_on(&self.share, self.guest.holder(), msize, version);
         self.guest.begin(session);
         encode(&mut Reply { chain, short: &mut self.short }, tag, &answer);
-        Answer::Done(put(chain, &self.short))
+        ChainState::Done(put(chain, &self.short))
     }
 
-    fn flawed(&mut self, chain: &Chain, tag: Tag, flaw: &DecodeError) -> Answer {
+    fn flawed(&mut self, chain: &Chain, tag: Tag, flaw: &DecodeError) -> ChainState {
         self.share.metrics.invalid();
         // Any program in a guest can cause names that are too long.
         if !matches!(flaw.errno, Errno::NAMETOOLONG | Errno::OPNOTSUPP) {
             self.share.ratelimited_log.warn(format_args!("{flaw}"));
         }
-        Answer::Done(self.error(chain, tag, flaw.errno))
+        ChainState::Done(self.error(chain, tag, flaw.errno))
     }
 
     /// Rejects a request. Unlike on a socket, a tag in use does not end the session: the reply has a place.
-    fn refuse(&mut self, chain: &Chain, tag: Tag, refused: RejectedRequest) -> Answer {
+    fn refuse(&mut self, chain: &Chain, tag: Tag, refused: RejectedRequest) -> ChainState {
         let errno = match refused {
             RejectedRequest::Error(errno) => errno,
             RejectedRequest::TagInUse => Errno::INVAL,
         };
-        Answer::Done(self.error(chain, tag, errno))
+        ChainState::Done(self.error(chain, tag, errno))
     }
 
     /// Serves a request with a session. A panic of the source only fails this request.
@@ -141,7 +141,7 @@ impl Handler {
         io: &mut Io<'_>,
         (tag, registered): (Tag, Registered),
         serve: impl FnOnce(&Context<'_>, &mut Request<'_, '_>) -> Result<ReplyPlace>,
-    ) -> Answer {
+    ) -> ChainState {
         let token = io.token();
         let (ticket, session) = match registered {
             Ok(registered) => registered,
@@ -155,9 +155,9 @@ impl Handler {
             self.expect(token, moving);
         }
         match served {
-            Ok(ReplyPlace::Later) => Answer::Later,
-            Ok(ReplyPlace::Parked) => Answer::Parked,
-            ended => Answer::Done(self.finish(chain, tag, ended)),
+            Ok(ReplyPlace::Later) => ChainState::Later,
+            Ok(ReplyPlace::Parked) => ChainState::Parked,
+            ended => ChainState::Done(self.finish(chain, tag, ended)),
         }
     }
 
@@ -207,12 +207,12 @@ impl QueueHandler for Handler {
         self.guest.accept(token, is_message.then_some(head));
     }
 
-    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
-        let Some(arrival) = self.guest.arrival(io.token()) else { return Answer::Done(0) };
-        let Some(frame) = Frame::peek(&arrival.head) else { return Answer::Done(0) };
+    fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> ChainState {
+        let Some(arrival) = self.guest.arrival(io.token()) else { return ChainState::Done(0) };
+        let Some(frame) = Frame::peek(&arrival.head) else { return ChainState::Done(0) };
         match self.copy(chain, &arrival, &frame) {
             Ok(()) => self.serve_copy(chain, io, frame.tag, arrival.registered),
-            Err(errno) => Answer::Done(self.error(chain, frame.tag, errno)),
+            Err(errno) => ChainState::Done(self.error(chain, frame.tag, errno)),
         }
     }
 

@@ -13,16 +13,16 @@ pub(crate) enum Wake {
     /// A transfer of the cache, without an allocation.
     Transfer(SentTransfer),
     /// Anybody else.
-    Call(Box<dyn FnOnce(Answer) + Send>),
+    Call(Box<dyn FnOnce(RequestEnd) + Send>),
 }
 
 impl Wake {
-    pub(crate) fn call(call: impl FnOnce(Answer) + Send + 'static) -> Self {
+    pub(crate) fn call(call: impl FnOnce(RequestEnd) + Send + 'static) -> Self {
         Self::Call(Box::new(call))
     }
 
     /// Delivers the reply.
-    pub(crate) fn wake(self, answer: Answer) {
+    pub(crate) fn wake(self, answer: RequestEnd) {
         match self {
             Self::Transfer(sent) => sent.answered(answer),
             Self::Call(call) => call(answer),
@@ -32,7 +32,7 @@ impl Wake {
 
 /// What became of a request.
 #[derive(Debug)]
-pub(crate) enum Answer {
+pub(crate) enum RequestEnd {
     /// The server replied.
     Message(Message),
     /// There is no reply, and there will be none.
@@ -210,7 +210,7 @@ impl Table {
     }
 
     /// Records a reply. Returns the waker, unless its request is still being written.
-    pub(super) fn answer(&mut self, tag: u16, message: Message) -> Option<(Wake, Answer)> {
+    pub(super) fn answer(&mut self, tag: u16, message: Message) -> Option<(Wake, RequestEnd)> {
         let slot = self.slots.get_mut(usize::from(tag))?;
         match std::mem::replace(slot, Slot::Free) {
             Slot::Used(mut pending) | Slot::Filling(mut pending) => {
@@ -223,7 +223,7 @@ impl Table {
     }
 
     /// Records that a request is written completely; its buffer returns.
-    pub(super) fn sent(&mut self, tag: u16, buffer: Option<Vec<u8>>) -> Option<(Wake, Answer)> {
+    pub(super) fn sent(&mut self, tag: u16, buffer: Option<Vec<u8>>) -> Option<(Wake, RequestEnd)> {
         let (Slot::Used(pending) | Slot::Filling(pending)) = self.slots.get_mut(usize::from(tag))? else {
             return None;
         };
@@ -235,12 +235,12 @@ impl Table {
         }
         if self.is_lost {
             let Pending { wake, buffer, .. } = self.remove(tag)?;
-            return Some((wake, Answer::Lost { sent: true, buffer }));
+            return Some((wake, RequestEnd::Lost { sent: true, buffer }));
         }
         self.complete(tag)
     }
 
-    fn complete(&mut self, tag: u16) -> Option<(Wake, Answer)> {
+    fn complete(&mut self, tag: u16) -> Option<(Wake, RequestEnd)> {
         match self.slots.get(usize::from(tag)) {
             Some(Slot::Used(pending)) if pending.answer.is_some() && !pending.sending => {}
             _ => return None,
@@ -248,7 +248,7 @@ impl Table {
         let mut pending = self.remove(tag)?;
         let mut message = pending.answer.take().unwrap_or_default();
         message.buffer = message.buffer.or(pending.buffer);
-        Some((pending.wake, Answer::Message(message)))
+        Some((pending.wake, RequestEnd::Message(message)))
     }
 
     /// Takes a request out.
