@@ -1,4 +1,4 @@
-//! Finds a container on layers of ferry-snapshotter by the kernel's mount table, whatever started it.
+//! Finds a container on layers of ferry-snapshotter by the kernel's mount table, independent of the runtime.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -12,12 +12,12 @@ use ferry_fuse::MountEntry;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
-/// The shortest part of a container's name that may stand for it.
+/// The minimum length of an abbreviated container name.
 const PREFIX_BYTES_MIN: usize = 8;
-/// What a manifest's name begins with.
+/// The prefix of a manifest's digest.
 const DIGEST: &str = "sha256:";
 
-/// A container, of which one layer is an image that is fetched when it is read.
+/// A container with a layer that is fetched on demand.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Container {
     /// Its root directory, as containerd sees it.
@@ -33,11 +33,12 @@ pub struct Container {
 }
 
 impl Container {
-    /// Returns the container of this name, or one of the image whose manifest has this digest whose upper directory is not among these.
+    /// Returns the container with this name, or one whose image has a manifest with this digest, unless its upper directory is in the
+    /// list.
     ///
     /// # Errors
     ///
-    /// There are several, or it is none of the snapshotter's, or has no image that is fetched when it is read.
+    /// Several containers match, or the container is not on the snapshotter's layers, or none of them is fetched on demand.
     pub fn find(name: &str, before: &BTreeSet<PathBuf>) -> Result<Option<Self>> {
         let mounts = MountEntry::all().context("cannot read the kernel's mount table")?;
         let overlays = mounts.iter().filter(|mount| mount.kind == "overlay");
@@ -63,18 +64,18 @@ impl Container {
         Ok(Some(found))
     }
 
-    /// Returns where the snapshotter looks for the list of the container's image.
+    /// Returns the path where the snapshotter expects the list of the container's image.
     pub fn list(&self) -> PathBuf {
         self.root.join("traces").join(&self.manifest)
     }
 
-    /// Returns the upper directories of all containers. The numbers of mounts are used again; the snapshotter's directories are not.
+    /// Returns the upper directories of all containers. Unlike mount ids, the snapshotter's directories are never reused.
     pub fn uppers() -> Result<BTreeSet<PathBuf>> {
         let mounts = MountEntry::all().context("cannot read the kernel's mount table")?;
         Ok(mounts.iter().filter_map(upper).collect())
     }
 
-    /// Whether processes run in it: its root directory is theirs.
+    /// Whether a process has its root directory.
     pub fn has_processes(&self) -> bool {
         let Some(root) = directory(&self.at) else { return false };
         let is_process = |name: &OsStr| name.as_bytes().iter().all(u8::is_ascii_digit);
@@ -104,7 +105,7 @@ impl Table {
     }
 }
 
-/// Returns what tells a directory apart, without asking a server that may not answer.
+/// Returns the identity of a directory, from the kernel's cache only: its server may not respond.
 fn directory(path: &Path) -> Option<(u32, u32, u64)> {
     let found = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
     Some((found.stx_dev_major, found.stx_dev_minor, found.stx_ino))

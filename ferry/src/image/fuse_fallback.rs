@@ -39,7 +39,7 @@ pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString], logging: 
 }
 
 fn by_kernel(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], logging: &Logging) -> Result<u8> {
-    // Checked first: all else depends on it.
+    // Checked first, because everything else depends on it.
     drop(mount::context("erofs")?);
     if args.lazily.from.is_some() {
         return lazy::mount(args, pulled, line, logging);
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_is_asked_of_our_own_mount() {
+    fn the_fallback_has_the_same_options() {
         let digest = format!("blake3:{}", "0".repeat(64));
         let line = "mount a.img /mnt --store s --from oci:h/n:1 --jobs 0 --fetch-ahead 1M --fetch-rate 2M --plain-http --foreground -o suid,nodev --digest";
         let args = Line::parse_from(line.split(' ').chain([digest.as_str()])).args;
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_alone_can_do_is_not_replaced() {
+    fn flags_of_the_kernel_mount_prevent_the_fallback() {
         for (flags, expected) in [
             ("", None),
             ("--upper u", Some("--upper")),
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_for_a_shell() {
+    fn command_lines_are_quoted_for_a_shell() {
         let words = ["mount", "image:a b", "it's", ""].map(OsString::from);
         assert_eq!(shown(&words), r"ferry mount 'image:a b' 'it'\''s' ''");
     }

@@ -1,4 +1,4 @@
-//! What this kernel offers for images, whichever image it is.
+//! The kernel's support for images in general.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -11,18 +11,18 @@ use super::mount::context;
 use super::watch;
 use crate::paths::descriptor_path;
 
-/// Checks that the kernel has a file system, which it may load, and that this user may mount it.
+/// Checks that the kernel has a file system, if necessary as a module, and that this user may mount it.
 pub fn has(kind: &str) -> Result<()> {
     context(kind).map(drop)
 }
 
-/// Whether the kernel mounts EROFS from files; `false`: from block devices only, or not from files of these file systems. An error: it does
-/// not mount EROFS.
+/// Whether the kernel mounts EROFS from files; `false`: only from block devices, or not from files of these file systems. Returns an
+/// error if it does not mount EROFS at all.
 pub fn erofs() -> Result<bool> {
     let context = || context("erofs");
     drop(context()?);
     let own = File::open("/proc/self/exe");
-    // Neither is an image, so the kernel refuses them in any case.
+    // Neither file is an image, so the kernel refuses both; the error tells why.
     let others = ["/var/tmp", "/tmp"].map(tempfile::tempfile_in);
     for file in [own].into_iter().chain(others).flatten() {
         let context = context()?;
@@ -34,7 +34,7 @@ pub fn erofs() -> Result<bool> {
     Ok(false)
 }
 
-/// Checks that the kernel can wait for bytes of an image that are not here yet.
+/// Checks that the kernel can delay reads of missing data.
 pub fn waits() -> Result<()> {
     watch::is_possible()
 }

@@ -30,7 +30,7 @@ use crate::size::Size;
 /// Readers of missing data that are served in parallel, besides the background requests.
 const THREADS_MIN: usize = 4;
 
-/// Returns where the data comes from.
+/// Returns the source of the data.
 fn origin(args: &LazyArgs) -> Option<Origin> {
     let bytes = |size: Option<Size>| size.map(|Size(bytes)| bytes);
     Some(Origin {
@@ -41,13 +41,13 @@ fn origin(args: &LazyArgs) -> Option<Origin> {
     })
 }
 
-/// Pulls an image for ferry-snapshotter, and returns the flags that mount it when that is wanted.
+/// Pulls an image for ferry-snapshotter, and returns the flags to mount it when the snapshotter requests that.
 pub fn pull(args: &MountArgs, options: &str) -> Result<Option<(MountArgs, ImageObjects)>> {
     let origin = origin(&args.lazily).context("--from is missing")?;
     let pulled = registry::pull_and_report(&args.image.image, &args.store.store, options, &origin)?;
     let Some((objects, from)) = pulled else { return Ok(None) };
     let mut args = args.clone();
-    // Their folder has its lasting name now.
+    // Their folder has its final name now.
     for path in [&mut args.image.image, &mut args.dir] {
         *path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
     }
@@ -57,18 +57,18 @@ pub fn pull(args: &MountArgs, options: &str) -> Result<Option<(MountArgs, ImageO
 }
 
 enum EndReason {
-    /// All data is here and verified.
+    /// All data is stored and verified.
     Complete,
     Unmounted,
     Signal(i32),
 }
 
-/// Mounts, and serves missing data until the image is complete. `pulled`: the image, if it was opened before.
+/// Mounts, and serves missing data until the image is complete. `pulled` is the image if it is already open.
 pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], logging: &Logging) -> Result<u8> {
     let lazily = &args.lazily;
     if !lazily.foreground && !lazily.detached {
         let mut words = line.to_vec();
-        // After `image mount`, which precede all flags.
+        // The words `image mount` precede all flags.
         let at = words.iter().position(|word| word == "mount").map_or(words.len(), |at| at + 1);
         words.insert(at, "--detached".into());
         return background::start(&words, false);
@@ -93,7 +93,7 @@ pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
         return ready(terminal).map(|()| 0);
     }
     if objects.shares_blocks() {
-        // After this server, the guardian could not tell what is missing of a block.
+        // The guardian detects missing data by holes, which are whole blocks.
         return KernelMountError::fail(
             "the chunks of this image do not begin at blocks, as the kernel needs while some are missing",
         );
@@ -169,9 +169,9 @@ fn fetch(
 ) -> impl FnOnce() + use<> {
     let (objects, sender) = (Arc::clone(objects), sender.clone());
     move || {
-        // If data did not reach the disk, holes are possible, so the server goes on.
+        // Unwritten data could become holes, so the server continues.
         if background(&objects) {
-            // The receiver is gone if the process ends for another reason.
+            // Sending fails if the process is already ending.
             let _ = sender.send(EndReason::Complete);
         }
     }
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_whose_packs_do_not_last_stays() {
+    fn a_server_stays_if_its_packs_are_not_durable() {
         let folder = tempfile::tempdir().expect("a folder");
         let at = |name: &str| folder.path().join(name);
         fs::create_dir(at("tree")).expect("folders can be made");

@@ -16,8 +16,8 @@ pub const JOBS: u16 = 4;
 /// Additional requests, for readers that wait.
 #[cfg(feature = "registry")]
 const READERS: usize = 16;
-/// The default size in bytes that is fetched together with an object, and for each millisecond that a server takes to answer, up to a
-/// maximum: a request that waits so long should bring that much.
+/// The default size in bytes of the data fetched together with an object: a minimum, an amount per millisecond of the server's
+/// response time, and a maximum. The longer a request waits, the more it should return.
 const AHEAD_BYTES: u64 = 256 << 10;
 #[cfg(feature = "registry")]
 const AHEAD_BYTES_MAX: u64 = 2 << 20;
@@ -84,15 +84,15 @@ pub struct ConvertArgs {
     json: bool,
 }
 
-/// Where the data of an image comes from, and how it is fetched.
+/// The source of an image's data, and how it is fetched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
     pub reference: String,
     /// The number of parallel background requests.
     pub jobs: u16,
-    /// How much is kept, in bytes; `None`: all.
+    /// The maximum size of the cache in bytes; `None`: everything is kept.
     pub cache_bytes: Option<u64>,
-    /// How much is fetched together with what is read, in bytes; `None`: it depends on the server.
+    /// The number of bytes fetched together with a read; `None`: depends on the server.
     pub ahead_bytes: Option<u64>,
     /// Before the background fetches more; `None`: no limit.
     pub bytes_per_second: Option<u64>,
@@ -100,7 +100,7 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// Creates an origin whose data are fetched as is usual.
+    /// Creates an origin with default options.
     pub fn new(reference: String, plain_http: bool) -> Self {
         Self { reference, jobs: JOBS, cache_bytes: None, ahead_bytes: None, bytes_per_second: None, plain_http }
     }
@@ -154,10 +154,10 @@ unavailable! {
     restore(&Path, &Path, Option<Digest>, &Origin) -> ferry_image::RepairCounts;
 }
 
-/// An image, its data, and what fetches the rest of them.
+/// An image, its data, and the function that fetches the rest in the background.
 pub type ImageObjects = (ferry_image::Image, ferry_image::Objects, Option<Background>);
 
-/// Fetches all remaining data, however long that takes; returns whether it is complete and synced.
+/// Fetches all remaining data, without a time limit; returns whether it is complete and synced.
 pub type Background = Box<dyn FnOnce(&ferry_image::Objects) -> bool + Send>;
 
 #[cfg(feature = "registry")]
@@ -185,22 +185,22 @@ mod with {
     use super::*;
     use crate::output::print;
 
-    /// Names folders with containerd's `hosts.toml` files, with colons between them.
+    /// The environment variable with a colon-separated list of folders with containerd's `hosts.toml` files.
     const HOSTS: &str = "FERRY_REGISTRY_HOSTS";
-    /// Names a file with the manifest of the reference, from a program that has just fetched it.
+    /// The environment variable with the path of the reference's manifest, if the calling program has just fetched it.
     const MANIFEST: &str = "FERRY_REGISTRY_MANIFEST";
-    /// The maximum size of a manifest in bytes, which registries have, too.
+    /// The maximum size of a manifest in bytes, as in registries.
     const MANIFEST_BYTES_MAX: u64 = 4 << 20;
-    /// From a server that answers faster, nothing is fetched while a container is being started: that takes its CPU.
+    /// If a server responds faster, nothing is fetched in the background while a container starts, because that takes CPU time.
     const IMMEDIATE: Duration = Duration::from_millis(2);
-    /// How often the background looks whether it should begin.
+    /// The interval at which the background checks whether to begin.
     const TICK: Duration = Duration::from_millis(20);
     /// The maximum length of a line on standard input in bytes.
     const LINE_BYTES_MAX: u64 = 64;
     /// The maximum number of bytes of a file's name in the log.
     const NAME_BYTES_MAX: usize = 200;
-    /// While containerd waits for an image: how long its registry may be silent, how often it is asked, and how long all may take.
-    /// Then the image starts as others do.
+    /// Limits while containerd waits for an image: the timeout of a request, the number of attempts, and the total time. After that the
+    /// image is pulled as usual.
     const PATIENCE: Duration = Duration::from_secs(10);
     const ATTEMPTS: u32 = 2;
     const PULL_TIME: Duration = Duration::from_secs(300);
@@ -212,11 +212,11 @@ mod with {
     }
 
     fn remote_with(reference: &str, plain_http: bool, jobs: u16, limits: Limits) -> Result<Arc<Remote>> {
-        // The background never takes all requests: readers wait only for other readers.
+        // Some requests are reserved for readers, who never wait for the background.
         let requests_max = usize::from(jobs) + READERS;
         let hosts = std::env::var_os(HOSTS).unwrap_or_default();
         let hosts = std::env::split_paths(&hosts).filter(|folder| !folder.as_os_str().is_empty()).collect();
-        // Another one than the reference names is of no use, and one that cannot be read is fetched.
+        // A file with another manifest is ignored; if it cannot be read, the manifest is fetched.
         let manifest =
             std::env::var_os(MANIFEST).and_then(|path| read_at_most(Path::new(&path), MANIFEST_BYTES_MAX).ok());
         let client = Client::new(Options { plain_http, requests_max, hosts, manifest, limits, ..Options::default() });
@@ -256,7 +256,7 @@ mod with {
 
     pub fn pull(args: &PullArgs) -> Result<()> {
         let remote = remote(&args.remote.reference, args.remote.plain_http, args.remote.jobs)?;
-        // Held until the end, so that gc removes nothing meanwhile.
+        // The store's lock is held until the end, so that gc removes nothing.
         let store = Store::create(&args.store.store)?;
         let options = PullOptions {
             digest: args.digest.map(|digest| digest.0),
@@ -343,10 +343,9 @@ mod with {
         open_objects(path, digest, prepare(path, store, digest, from)?)
     }
 
-    /// The same for ferry-snapshotter, which learns what the image is while containerd waits: pulls the metadata of a container image,
-    /// writes to standard output what that is, or why it is not, and returns the image and where its data come from when a line on
-    /// standard input says that it is to be mounted. What fetches the rest has connections and tokens then. `None`: it is not to be
-    /// mounted.
+    /// The same for ferry-snapshotter, while containerd waits: pulls the metadata of a container image, and writes a description of the
+    /// image, or an error, to standard output. Returns the image and the source of its data when a line on standard input requests the
+    /// mount; connections and tokens for further requests exist then. `None`: the image is not to be mounted.
     pub fn pull_and_report(
         path: &Path,
         store: &Path,
@@ -370,14 +369,14 @@ mod with {
             return Ok(None);
         }
         remote.set_limits(Limits::default());
-        // Its folder has its lasting name now.
+        // Its folder has its final name now.
         let path = &path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
         let digest = Digest::parse(image.digest.as_bytes());
         let objects = open_objects(path, digest, prepare_with(&remote, packs, store, from)?)?;
         Ok(Some((objects, image.from)))
     }
 
-    /// Waits for a line on standard input, in the background. If it ends before, so does this process, also in the middle of a pull.
+    /// Waits for a line on standard input, in the background. At the end of the input this process ends, also during a pull.
     fn wait_for_line() -> Result<Receiver<()>> {
         let (sender, line) = sync_channel(1);
         let wait = move || match std::io::stdin().lock().take(LINE_BYTES_MAX).read_line(&mut String::new()) {
@@ -397,7 +396,7 @@ mod with {
         Ok((image, objects, background))
     }
 
-    /// Has the files that the list beside an image names fetched first. Whatever is wrong with it, the image is mounted.
+    /// Schedules the files in the list beside an image to be fetched first. An invalid list is only logged.
     fn put_first(path: &Path, image: &Image, objects: &Objects) {
         let list = list_beside(path);
         let trace = match Trace::read_within(&list, LIST_BYTES_MAX) {
@@ -422,7 +421,7 @@ mod with {
         name[..name.len().min(NAME_BYTES_MAX)].escape_ascii().to_string()
     }
 
-    /// Fetches data of the store that is recorded as damaged, or missing, as far as the server has it.
+    /// Fetches missing data of the store and data recorded as damaged, if the server has it.
     pub fn restore(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<RepairCounts> {
         let Prepared { store, packs, missing, .. } = prepare(path, store, digest, from)?;
         let image = Image::open(path, digest)?;
@@ -441,7 +440,8 @@ mod with {
         }
     }
 
-    /// If data is missing, reports now that the server is unreachable, instead of to a reader; a complete image needs no server.
+    /// Returns an error if data is missing and the server is unreachable, so that the first reader does not find out. A complete image
+    /// needs no server.
     fn reach(objects: &Objects, packs: &Packs) -> Result<()> {
         if objects.looks_complete() { Ok(()) } else { Ok(packs.fetch_manifest()?) }
     }
@@ -468,7 +468,7 @@ mod with {
         let (ahead_bytes, cache_bytes) =
             (origin.ahead_bytes.unwrap_or_else(|| ahead_bytes(&packs)), origin.cache_bytes);
         let missing = FetchOptions { from: Arc::<Packs>::clone(&packs), ahead_bytes, cache_bytes };
-        // A limit is not for several at once.
+        // With a rate limit, requests are sent one at a time.
         let jobs = usize::from(origin.bytes_per_second.map_or(origin.jobs, |_| origin.jobs.min(1)));
         let (remote, from) = (Arc::clone(remote), Arc::clone(&packs));
         let pace = Pace::new(origin.bytes_per_second);
@@ -476,8 +476,8 @@ mod with {
         Ok(Prepared { store, packs, missing, background: Some(background).filter(|_| jobs > 0) })
     }
 
-    /// Returns how long a reader waits for a request, where that is more than what it costs to unpack more than it needs: not for
-    /// layers, which are compressed by gzip.
+    /// Returns the server's response time, if fetching more per request is worth it: not for gzip layers, where unpacking unneeded data
+    /// costs more.
     fn round_trip(packs: &Packs) -> Duration {
         packs.latency().filter(|_| !packs.are_layers()).unwrap_or_default()
     }
@@ -487,10 +487,10 @@ mod with {
         bytes.clamp(AHEAD_BYTES, AHEAD_BYTES_MAX)
     }
 
-    /// How fast the background may be. What is not used is saved for a second, so that a pause is not made up for at full speed.
+    /// The rate limit of the background. Unused bytes are saved for a second only, so that there is no burst after a pause.
     struct Pace {
         bytes_per_second: Option<u64>,
-        /// When the next request may begin, and how many bytes had come when that was calculated.
+        /// The earliest time of the next request, and the number of received bytes when it was calculated.
         next: Mutex<(Instant, u64)>,
     }
 
@@ -502,7 +502,7 @@ mod with {
             Self { bytes_per_second, next: Mutex::new((Instant::now(), 0)) }
         }
 
-        /// Waits as long as the bytes that have come since the last call, those of readers too, have to take.
+        /// Waits until the bytes received since the last call, including those of readers, fit the rate.
         fn wait(&self, remote: &Remote) {
             let now = Instant::now();
             if let Some(due) = self.due(remote.counts().received_bytes, now) {
@@ -558,7 +558,7 @@ mod with {
         use super::*;
 
         #[test]
-        fn a_pause_is_not_made_up_for() {
+        fn no_burst_follows_a_pause() {
             let pace = Pace::new(Some(1000));
             let begun = pace.next.lock().expect("nobody panicked").0;
             let at = |seconds| begun + Duration::from_secs(seconds);

@@ -19,7 +19,7 @@ use crate::status;
 
 /// The prefix of images that a build has not completed.
 const NEW_PREFIX: &[u8] = b".new-";
-/// The suffix of the lists of what is fetched first, beside images.
+/// The suffix of the lists of files to fetch first, beside images.
 const LIST_SUFFIX: &[u8] = b".trace";
 
 const IMAGES_OF_DU: &str =
@@ -107,14 +107,14 @@ impl ImagesArg {
     }
 }
 
-/// Returns the root of the snapshotter that a store is of, by what is beside it.
+/// Returns the root of the snapshotter to which a store belongs, recognised by the files beside it.
 fn snapshotter_of(store: &Path) -> Option<PathBuf> {
     let store = store.canonicalize().ok()?;
     let root = store.parent()?;
     (root.join("metadata.redb").is_file() && root.join("snapshots").is_dir()).then(|| root.to_owned())
 }
 
-/// Returns the images of layers, and those that are read before they are here.
+/// Returns the images of layers, and those that are fetched on demand.
 fn images_of_snapshotter(root: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for folder in ["snapshots", "lazy"].map(|name| root.join(name)) {
@@ -138,7 +138,7 @@ pub fn gc(args: &GcArgs) -> Result<()> {
     }
     let waiting = || eprintln!("ferry: waiting for other processes that use {}", store.display());
     let exclusive = ExclusiveStore::lock(store, &waiting)?;
-    // Listed after the wait, which other builds may have ended in.
+    // Listed after the wait, because other builds may have ended meanwhile.
     let mut needed = LiveSet::default();
     for file in args.images.files()? {
         needed.add(&Image::open(&file, None)?).with_context(|| format!("{} is damaged", file.display()))?;

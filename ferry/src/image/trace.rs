@@ -26,7 +26,7 @@ use super::registry;
 
 /// The maximum wait for events before the workload is checked.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// The interval between two looks for a container's processes.
+/// The interval at which a container's processes are searched for.
 const PROCESSES_INTERVAL: Duration = Duration::from_millis(500);
 /// The base of the exit status for signals, as in shells.
 const SIGNAL_STATUS: i32 = 128;
@@ -114,14 +114,14 @@ fn trace_container(name: &str, args: &TraceArgs) -> Result<u8> {
         let folder = parent(&list);
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
-    // Not what the container has written.
+    // Files that the container has written are left out.
     let is_of_image = |path: &[u8]| is_file(&container.layer, path);
     watch.keep(new_list(&list)?, &list, is_of_image)?;
     push(args, Some(&container.manifest), &list)?;
     Ok(status)
 }
 
-/// The end of a container whose mount stays, as that of one in the background does until it is removed.
+/// Detects the end of a container whose mount stays: a background container's mount exists until it is removed.
 #[derive(Default)]
 struct End {
     has_run: bool,
@@ -129,7 +129,7 @@ struct End {
 }
 
 impl End {
-    /// Whether it ran, and does no more. Looks from time to time.
+    /// Whether it ran and has ended. Checks at intervals.
     fn has_come(&mut self, runs: impl FnOnce() -> bool) -> bool {
         if self.next.is_some_and(|next| Instant::now() < next) {
             return false;
@@ -155,13 +155,13 @@ fn parent(list: &Path) -> &Path {
     list.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Creates a file that becomes a list.
+/// Creates a temporary file for a list.
 fn new_list(list: &Path) -> Result<NamedTempFile> {
     let new = tempfile::Builder::new().prefix(".new-").tempfile_in(parent(list));
     new.with_context(|| format!("cannot make a file in {}", parent(list).display()))
 }
 
-/// A process that is killed when this is dropped, or nothing but the wait for a signal.
+/// A process that is killed when this is dropped; without one, the workload ends with a signal.
 struct Workload {
     child: Option<Child>,
     /// The last signal, or 0.
@@ -208,7 +208,7 @@ impl Drop for Workload {
     }
 }
 
-/// A directory that is watched.
+/// A watched directory.
 struct Watch {
     dir: PathBuf,
     is_container: bool,
@@ -242,7 +242,7 @@ impl Watch {
         Ok(Self { dir, is_container, events, trace: Trace::default(), lost: 0 })
     }
 
-    /// Waits a moment for events, and reads all of them.
+    /// Waits for events up to the maximum time, and reads all of them.
     fn look(&mut self) -> Result<()> {
         let events = self.events.as_fd();
         match poll(&mut [PollFd::new(&events, PollFlags::IN)], Some(&LOOK)) {

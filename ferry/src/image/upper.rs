@@ -57,7 +57,8 @@ impl Upper {
     }
 }
 
-/// How long another process that uses the work folder is waited for: it may be ending. Everybody who can open the folder can lock it.
+/// How long to wait for another process that has locked the work folder, because it may be ending. Every process that can open the
+/// folder can lock it.
 const LOCK_TIME: Duration = Duration::from_secs(10);
 const LOCK_TICK: Duration = Duration::from_millis(20);
 
@@ -136,9 +137,9 @@ fn mounted_on(mounts: &[MountEntry], upper: &Path) -> Option<PathBuf> {
 mod tests {
     use super::*;
 
-    /// Whoever can open a folder can lock it for ever.
+    /// Every process that can open a folder can lock it for ever.
     #[test]
-    fn a_lock_that_another_process_keeps_is_not_waited_for_without_end() {
+    fn the_wait_for_another_process_lock_is_limited() {
         let dir = tempfile::tempdir().expect("a folder");
         let open = || File::open(dir.path()).expect("it is there");
         let (theirs, ours) = (open(), open());

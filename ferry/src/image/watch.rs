@@ -5,8 +5,8 @@
 //! block. Files can be marked on ext4, XFS and btrfs.
 //!
 //! Once the last descriptor of the fanotify group is closed, events stop, and holes would be read as zeros. So a separate process
-//! ([`crate::guardian`]) holds one as well, and responds after the death of the server ([`pack_hold::answer_for_dead_server`]): data that is
-//! here may be read, all else is an I/O error. It ends when the packs are complete, when no other process has them open, or when
+//! ([`crate::guardian`]) holds one as well, and responds after the death of the server ([`pack_hold::answer_for_dead_server`]): present data
+//! may be read, other reads are I/O errors. It ends when the packs are complete, when no other process has them open, or when
 //! the next server, or a later guardian, announces itself by a lock on each pack. Marks belong to the files, so that server responds for the old mount,
 //! too.
 #![allow(unsafe_code, reason = "a lease has no safe wrapper")]
@@ -48,13 +48,13 @@ const ALLOW: u32 = 1;
 const DENY: u32 = 2 | (5 << 24);
 /// The byte of a pack whose lock announces a server: no pack is that long.
 const SERVED_BYTE: i64 = i64::MAX - 1;
-/// The first byte of a pack whose lock announces a guardian: the later it was started, the higher its own.
+/// The first byte of a pack whose lock announces a guardian. Later guardians lock higher bytes.
 const GUARDIANS_BEGIN: i64 = i64::MAX / 2;
 /// The interval at which the guardian checks that it is still needed.
 const CHECK_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// The maximum wait for the first event.
 const FIRST_EVENT_TIMEOUT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
-/// The most descriptors that are looked for in events: the usual limit for one process (fs.nr_open).
+/// The maximum number of descriptors that are tried in responses: the usual limit of a process (fs.nr_open).
 const DESCRIPTORS_MAX: i32 = 1 << 20;
 /// The pause after an event that could not be read: descriptors or memory are short.
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
@@ -64,7 +64,7 @@ const WAITING_MAX: usize = 256;
 /// The time for which a refusal is repeated: EROFS retries for each page that it could not read.
 const REFUSAL_TIME: Duration = Duration::from_secs(1);
 
-/// Why this kernel cannot mount images at all.
+/// The kernel cannot mount images, for this reason.
 #[derive(Debug)]
 pub struct KernelMountError(String);
 
@@ -102,7 +102,7 @@ struct Refusal {
 }
 
 impl Refusal {
-    /// Whether a range is a part of it, shortly afterwards.
+    /// Whether a range lies within it, shortly after the failure.
     fn covers(&self, key: (u64, u64), (offset, bytes): (u64, u64)) -> bool {
         let end = |(offset, bytes): (u64, u64)| offset.saturating_add(bytes);
         let is_part = self.range.0 <= offset && end((offset, bytes)) <= end(self.range);
@@ -122,7 +122,7 @@ pub struct Watch {
 /// Advice if fanotify cannot be used.
 const FALLBACK_ADVICE: &str = "mount with ferry mount image:... --from, which needs nothing of the kernel but FUSE";
 
-/// Checks that this process can make readers of missing data wait.
+/// Checks that this process can delay readers of missing data.
 pub fn is_possible() -> Result<()> {
     let group = new_group()?;
     let file = tempfile::tempfile().context("cannot make a file in the folder for temporary files")?;
@@ -356,7 +356,7 @@ pub fn wait_for_unmount(id: u64) -> io::Result<()> {
     let Some(MountEntry { kind, source, .. }) = MountEntry::all()?.into_iter().find(|mounted| mounted.id == id) else {
         return Ok(());
     };
-    // The kernel uses numbers again.
+    // The kernel reuses mount ids.
     let is_it = |mounted: &MountEntry| mounted.id == id && mounted.kind == kind && mounted.source == source;
     while MountEntry::all()?.iter().any(is_it) {
         match poll(&mut [PollFd::new(&table, PollFlags::PRI)], None) {
@@ -382,7 +382,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusals_hold_for_their_parts_and_not_for_long() {
+    fn refusals_cover_their_range_and_expire() {
         let mut refused = Refusal { key: (1, 2), range: (4096, 65_536), when: Instant::now() };
         assert!(refused.covers((1, 2), (4096, 65_536)) && refused.covers((1, 2), (65_536, 4096)));
         assert!(!refused.covers((1, 3), (4096, 4096)) && !refused.covers((1, 2), (65_536, 8192)));
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_are_not_here() {
+    fn holes_count_as_missing() {
         let file = tempfile::tempfile_in("/var/tmp").expect("a file");
         file.set_len(1 << 20).expect("holes take no room");
         file.write_all_at(&[1; 65_536], 131_072).expect("it can be written");
@@ -407,9 +407,9 @@ mod tests {
         assert!(!held.is_served());
     }
 
-    /// A server that is killed takes events along. Their readers get errors at once, and never the holes.
+    /// A killed server leaves events without a response. Their readers get errors at once, and never zeros from holes.
     #[test]
-    fn readers_whose_events_a_dead_server_had_are_refused() {
+    fn unanswered_events_of_a_dead_server_are_refused() {
         let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
         let (_from, mut objects, part) = partly_here(folder.path());
         let watch = match Watch::begin(&mut objects) {
@@ -428,15 +428,15 @@ mod tests {
         let next = PackHold::open(&descriptor_path(&pack.file)).expect("it is there");
         let lock = server_lock(libc::F_RDLCK);
         fcntl(&next.file, FcntlArg::F_OFD_SETLK(&lock)).expect("it can be locked");
-        answer_for_dead_server(&group, &[held]).expect("it ends, as another one serves");
+        answer_for_dead_server(&group, &[held]).expect("it ends, because another server responds");
         drop((group, watch));
         let error = reader.join().expect("it does not panic").expect_err("nothing is here");
         assert_eq!(error.raw_os_error(), Some(libc::EIO));
     }
 
-    /// Of two guardians of one pack, the earlier one ends, and then the later one, whom nobody needs.
+    /// Of two guardians of one pack, the earlier one ends, and then the later one, which is not needed.
     #[test]
-    fn guardians_do_not_keep_each_other() {
+    fn guardians_do_not_keep_each_other_running() {
         let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
         let path = folder.path().join("pack.part");
         fs::write(&path, "").expect("it can be made");
@@ -449,7 +449,7 @@ mod tests {
         // A program that another test is just starting may have it open, too.
         let end = Instant::now() + Duration::from_secs(60);
         while !second.is_unneeded() {
-            assert!(Instant::now() < end, "nobody needs it");
+            assert!(Instant::now() < end, "it is not needed");
             thread::sleep(RETRY_PAUSE);
         }
     }
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_server_holds_up_nobody_who_reads_what_is_here() {
+    fn a_silent_server_does_not_delay_reads_of_present_data() {
         // /tmp may be a tmpfs, which cannot be watched.
         let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
         let (from, mut objects, part) = partly_here(folder.path());
@@ -516,7 +516,7 @@ mod tests {
         let silence = from.silence.write().expect("nobody has panicked");
         let waiting: Vec<_> = (8..14).map(read).collect();
         thread::sleep(Duration::from_millis(300));
-        let here = read(1).recv_timeout(Duration::from_secs(20)).expect("it does not wait");
+        let here = read(1).recv_timeout(Duration::from_secs(20)).expect("the read does not wait");
         let held: Vec<_> = waiting.iter().map(|outcome| outcome.recv_timeout(Duration::ZERO)).collect();
         // First, or the readers would wait for ever.
         drop(silence);

@@ -20,7 +20,7 @@ pub struct PermissionEvent {
     pub number: RawFd,
     /// The process that reads.
     pub pid: i32,
-    /// Offset and length in bytes; the whole file if the kernel does not tell.
+    /// Offset and length in bytes; the whole file if the event has no range.
     pub range: (u64, u64),
 }
 
@@ -62,11 +62,11 @@ fn respond_to(group: impl AsFd, number: RawFd, response: u32) -> rustix::io::Res
     rustix::io::write(group, &bytes)
 }
 
-/// Responds to all events that a process with so many descriptors at most has read, and to which it has not responded. Linux
-/// compares the numbers only, so any process that has the group can.
+/// Responds to all events that another process has read without a response; it can have had at most this many descriptors. Linux
+/// compares descriptor numbers only, so any process with the group can respond.
 pub fn respond_to_all(group: impl AsFd, descriptors: RawFd, response: u32) {
     for number in 0..descriptors {
-        // Most are not in an event.
+        // Most numbers belong to no event.
         let _ = respond_to(&group, number, response);
     }
 }

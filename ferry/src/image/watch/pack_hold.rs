@@ -1,4 +1,4 @@
-//! What the guardian does after a server of incomplete packs has died.
+//! The guardian's work after a server of incomplete packs has died.
 
 use std::fs::{self, File};
 use std::io;
@@ -41,8 +41,7 @@ impl PackHold {
         Ok(Self { file, own_byte })
     }
 
-    /// Whether a guardian that was started later responds for this pack. Two of them would each take the other one for a reader, and
-    /// stay for ever.
+    /// Whether a later guardian responds for this pack. Two guardians would each take the other for a reader, and never end.
     pub(super) fn has_successor(&self) -> bool {
         let mut lock = range_lock(libc::F_WRLCK, self.own_byte + 1, SERVED_BYTE);
         fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK
@@ -91,9 +90,9 @@ pub fn answer_for_dead_server(group: impl AsFd, packs: &[PackHold]) -> Result<()
         .map(|pack| pack.file.metadata().map(|found| (found.dev(), found.ino())))
         .collect::<io::Result<_>>()
         .context("cannot inspect a pack")?;
-    // The events that the server took along. Once the group is closed, Linux would let their readers go on.
+    // Events without a response. Linux would allow their reads when the group is closed.
     respond_to_all(&group, event_descriptors_max(), DENY);
-    // The next server, if there is one already, does not get the events that have come until now: it may have marked the files after them.
+    // A next server has its own group, and may have marked the files after these events; so it does not get them.
     let mut are_earlier = true;
     loop {
         let is_there = {
@@ -122,7 +121,7 @@ pub fn answer_for_dead_server(group: impl AsFd, packs: &[PackHold]) -> Result<()
     }
 }
 
-/// The descriptors that a server can have open: the limit of this process, which it has started.
+/// The number of descriptors that a server can have open: this process has inherited its limit.
 fn event_descriptors_max() -> i32 {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     limit.and_then(|limit| i32::try_from(limit).ok()).unwrap_or(DESCRIPTORS_MAX).min(DESCRIPTORS_MAX)
