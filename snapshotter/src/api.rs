@@ -1,6 +1,6 @@
 //! The messages of containerd's Snapshots API v1 (`api/services/snapshots/v1/snapshots.proto`).
 //!
-//! They are written out, so that a build needs no compiler of protocol files. The protocol is stable: field numbers never change.
+//! They are written by hand, so that a build needs no protobuf compiler. The protocol is stable: field numbers never change.
 #![allow(missing_docs, reason = "containerd's protocol file describes each field")]
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ pub const SERVICE: &str = "/containerd.services.snapshots.v1.Snapshots/";
 /// Labels, by name.
 pub type Labels = BTreeMap<String, String>;
 
-/// What a snapshot is.
+/// The kind of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, prost::Enumeration)]
 #[repr(i32)]
 pub enum Kind {

@@ -24,7 +24,7 @@ pub(crate) struct CallCounter {
 }
 
 impl CallCounter {
-    /// Creates that of a method, as the API names it; `None`: there is none.
+    /// Creates the counter of a method, by its name in the API; `None`: there is no such method.
     pub(crate) fn of(metrics: &Arc<Metrics>, method: &str) -> Option<Self> {
         let call = CALLS.iter().position(|call| method.eq_ignore_ascii_case(call))?;
         Some(Self { metrics: Arc::clone(metrics), call })
@@ -39,7 +39,7 @@ impl CallCounter {
     }
 }
 
-/// Returns the error number that stands for an error in the metrics.
+/// Returns the error number of an error in the metrics.
 fn errno(error: &Error) -> Errno {
     match error {
         Error::NotFound(_) => Errno::NOENT,
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_call_of_the_api_has_a_name_and_each_error_a_number() {
+    fn every_call_has_a_name_and_every_error_a_number() {
         let metrics = metrics();
         let counter = CallCounter { metrics: Arc::clone(&metrics), call: 3 };
         counter.count(|| Ok(())).unwrap();

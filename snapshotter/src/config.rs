@@ -8,34 +8,34 @@ use serde::Deserialize;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Images {
-    /// Where the kernel mounts them; else they stay directories.
+    /// If the kernel can mount them; otherwise layers stay directories.
     #[default]
     Auto,
-    /// No: they stay directories.
+    /// Layers stay directories.
     Never,
-    /// The snapshotter does not start where the kernel does not mount them.
+    /// The snapshotter refuses to start if the kernel cannot mount them.
     Require,
 }
 
-/// Which images start before their layers are here, and what fetches them.
+/// Lazy images: which ones start before their layers are fetched, and how they are fetched.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
 pub struct LazyConfig {
-    /// Registries or repositories whose images may: `HOST`, `HOST/NAME` with all below it, or `*`.
+    /// Registries or repositories with lazy images: `HOST`, `HOST/NAME` with all repositories below it, or `*`.
     pub from: Vec<String>,
-    /// Those of them whose converted images are taken for the originals, which nothing proves.
+    /// Those whose converted images are trusted to equal the originals, which nothing proves.
     pub converted_from: Vec<String>,
-    /// The same for lists of the files to fetch first, which somebody has stored beside images.
+    /// Those whose lists of files to fetch first are used; the lists are stored beside images.
     pub traces_from: Vec<String>,
     /// The folders with containerd's `hosts.toml` files: its `config_path`.
     pub hosts: Vec<PathBuf>,
     /// The file with credentials, as docker and podman write it, or a folder of such files; otherwise theirs.
     pub credentials: Option<PathBuf>,
-    /// The number of requests in parallel that fetch the rest of an image; 0: only what is read is fetched.
+    /// The number of parallel background requests per image; 0: data is fetched only when it is read.
     pub jobs: u16,
-    /// With at most so many bytes per second, together with what is read, which never waits; otherwise without a limit.
+    /// The maximum rate of background requests in bytes per second, which includes reads; reads never wait. `None`: no limit.
     pub fetch_rate: Option<std::num::NonZeroU64>,
-    /// How often in a row the process that fetches an image is started again when it is killed.
+    /// The maximum number of consecutive restarts of an image's process.
     pub restarts: u32,
     /// The program `ferry`; otherwise the one beside this program, or on the path.
     pub program: Option<PathBuf>,
@@ -44,7 +44,7 @@ pub struct LazyConfig {
 impl Default for LazyConfig {
     fn default() -> Self {
         Self {
-            // Only where every client says which image a layer is of can images not say it themselves.
+            // Off by default only if every client names a layer's image itself.
             from: Vec::new(),
             converted_from: Vec::new(),
             traces_from: Vec::new(),
@@ -58,7 +58,7 @@ impl Default for LazyConfig {
     }
 }
 
-/// What the configuration file sets.
+/// The configuration file.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
 pub struct Config {
@@ -68,11 +68,11 @@ pub struct Config {
     pub address: PathBuf,
     /// Whether committed layers become images.
     pub images: Images,
-    /// Whether what is based on several images gets one image of them all; otherwise overlayfs stacks them.
+    /// Whether the layers below a snapshot are merged to one image; otherwise overlayfs stacks them.
     pub merge: bool,
-    /// containerd's own root, below which are the blobs of layers.
+    /// containerd's own root, which contains the blobs of layers.
     pub containerd_root: PathBuf,
-    /// Which images start before their layers are here.
+    /// Lazy images.
     pub lazy: LazyConfig,
 }
 
@@ -97,7 +97,7 @@ impl Config {
     ///
     /// # Errors
     ///
-    /// What is wrong with it, and where.
+    /// The file is invalid; the error has the reason and the position.
     pub fn parse(text: &str, folder: &Path) -> Result<Self, toml::de::Error> {
         let mut config: Self = toml::from_str(text)?;
         let Self { root, address, containerd_root, lazy: LazyConfig { hosts, credentials, program, .. }, .. } =
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_read() {
+    fn configuration_files_are_parsed() {
         let parse = |text: &str| Config::parse(text, Path::new("/etc/ferry"));
         assert_eq!(parse("").unwrap(), Config::default());
         let text = "root = 'data'\naddress = '/run/s.sock'\nimages = 'never'\nmerge = false\ncontainerd-root = 'c'";

@@ -64,13 +64,13 @@ pub fn is_mount_point(at: &Path) -> Result<bool> {
     }
 }
 
-/// Whether the file system of a layer is mounted at `at`, and not one whose server has ended, or that is no longer the layer's.
+/// Whether the current file system of a layer is mounted at `at`, with a running server if it has one.
 ///
 /// # Errors
 ///
-/// Something cannot be looked at.
+/// The mount point or the image cannot be inspected.
 pub fn shows(at: &Path, layer: &Path) -> Result<bool> {
-    // No server is asked.
+    // Attributes from the kernel's cache only, without a request to a server.
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
     let found = match statx(CWD, at, flags, StatxFlags::TYPE) {
         Err(Errno::NOENT | Errno::NOTCONN | Errno::CONNABORTED) => return Ok(false),
@@ -81,7 +81,7 @@ pub fn shows(at: &Path, layer: &Path) -> Result<bool> {
     Ok(found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) && is_same)
 }
 
-/// Unmounts a directory, if something is mounted there. Who uses the mount keeps it.
+/// Unmounts a directory lazily, if something is mounted there: processes that use the mount keep it.
 ///
 /// # Errors
 ///

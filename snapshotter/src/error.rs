@@ -1,4 +1,4 @@
-//! Why a call fails, by the names that containerd has for it.
+//! Errors of calls, with containerd's names.
 
 use std::io;
 use std::path::PathBuf;
@@ -19,13 +19,13 @@ pub enum Error {
     /// A value of the request is not valid.
     #[error("{0}")]
     InvalidArgument(String),
-    /// containerd has another way to do it.
+    /// containerd must do it another way.
     #[error("{0}")]
     Unimplemented(String),
-    /// The file system refuses.
+    /// A system call failed.
     #[error("cannot {action} {path}")]
     Io {
-        /// What was tried, as a verb.
+        /// The attempted action, as a verb.
         action: &'static str,
         /// The file or directory.
         path: PathBuf,
@@ -36,7 +36,7 @@ pub enum Error {
     /// The metadata cannot be read or written.
     #[error("cannot use the snapshotter's metadata")]
     Metadata(#[source] Box<redb::Error>),
-    /// A record of the metadata is not one.
+    /// A record of the metadata is damaged.
     #[error("the record of snapshot {0} is damaged")]
     Record(String, #[source] prost::DecodeError),
     /// A layer's image cannot be built or read.
@@ -45,12 +45,12 @@ pub enum Error {
     /// Layers cannot be merged.
     #[error(transparent)]
     Merge(#[from] ferry_image::BuildLayersError),
-    /// An image in a registry cannot be used before it is here.
+    /// An image cannot be read lazily from its registry.
     #[error("{image}: {reason}")]
     Lazy {
         /// Its reference.
         image: String,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
     /// The kernel does not mount a layer.
@@ -69,7 +69,7 @@ pub enum Error {
 /// A result with [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Adds what was tried to errors of the operating system.
+/// Adds the attempted action to errors of the operating system.
 pub(crate) trait IoContext<T> {
     /// Converts the error. The action is a verb.
     fn doing(self, action: &'static str, path: impl Into<PathBuf>) -> Result<T>;

@@ -11,9 +11,9 @@
 //! ROOT/snapshots/ID/merged where it is mounted
 //! ROOT/snapshots/ID/lower/NUMBER, merged   the layers below, with the users of a container
 //! ROOT/trash/             directories that are being removed
-//! ROOT/probe/             what is tried at start
-//! ROOT/store/             the bytes of files of all images
-//! ROOT/lazy/KEY/          images that are read before they are here, see [`crate::lazy`]
+//! ROOT/probe/             files of the tests at start
+//! ROOT/store/             the data of all images
+//! ROOT/lazy/KEY/          images that are fetched on demand, see [`crate::lazy`]
 //! ROOT/traces/MANIFEST    which files of such an image are fetched first, as `ferry image trace` recorded it
 //! ```
 //!
@@ -52,7 +52,7 @@ impl Owner {
     /// The root directory of a snapshot with nothing below it.
     pub const ROOT: Self = Self { uid: 0, gid: 0, mode: 0o755 };
 
-    /// Returns those of a directory.
+    /// Returns the owner and permissions of a directory.
     ///
     /// # Errors
     ///
@@ -70,18 +70,18 @@ pub struct Folders {
 }
 
 impl Folders {
-    /// Creates what is missing.
+    /// Creates missing directories.
     ///
     /// # Errors
     ///
-    /// It cannot be created, or has a path that cannot be used.
+    /// The path of the root is unusable, or a directory cannot be created.
     pub fn create(root: &Path) -> Result<Self> {
         let bytes = root.as_os_str().len();
         if bytes > ROOT_BYTES_MAX || !root.is_absolute() {
             let why = format!("the root {} is not an absolute path of at most {ROOT_BYTES_MAX} bytes", root.display());
             return Err(Error::InvalidArgument(why));
         }
-        // What separates layers, options and their values in the options of mounts, or cannot be in a message of gRPC.
+        // Separators in mount options, and characters that gRPC messages cannot contain.
         let is_odd =
             |path: &str| path.contains([':', ',', '\\', '"', '\'']) || path.chars().any(|c| c.is_control() || c == ' ');
         if root.to_str().is_none_or(is_odd) {
@@ -110,13 +110,13 @@ impl Folders {
         self.root.join("store")
     }
 
-    /// Returns the directory of images that are read before they are here.
+    /// Returns the directory of images that are fetched on demand.
     #[must_use]
     pub fn lazy(&self) -> PathBuf {
         self.root.join("lazy")
     }
 
-    /// Returns the directory of what was recorded of images' starts.
+    /// Returns the directory of recorded starts of images.
     #[must_use]
     pub fn traces(&self) -> PathBuf {
         self.root.join("traces")
@@ -128,7 +128,7 @@ impl Folders {
         self.root.join("snapshots")
     }
 
-    /// Returns the directory for what is tried at start.
+    /// Returns the directory for tests at start.
     #[must_use]
     pub fn probe(&self) -> PathBuf {
         self.root.join("probe")
@@ -192,7 +192,7 @@ impl Folders {
         self.snapshot(id).join("lower")
     }
 
-    /// Creates the directory of a snapshot. What a killed process left under this id is removed first.
+    /// Creates the directory of a snapshot. Files of a killed process with this id are removed first.
     ///
     /// # Errors
     ///
@@ -233,7 +233,7 @@ impl Folders {
         Ok(unknown)
     }
 
-    /// Moves a directory to the trash, where it takes no room of its own; `None`: it does not exist. It is there until
+    /// Moves a directory to the trash, by a rename; `None`: it does not exist. It stays there until
     /// [`Self::remove_trash`] or [`Self::empty_trash`].
     ///
     /// # Errors
@@ -264,8 +264,8 @@ impl Folders {
         }
     }
 
-    /// Removes what could not be removed, or was being removed when a process was killed; `unmount` is called with each
-    /// directory before.
+    /// Removes everything in the trash, including the remains of interrupted removals. `unmount` is called before, with each
+    /// directory.
     ///
     /// # Errors
     ///
@@ -282,7 +282,7 @@ impl Folders {
     }
 }
 
-/// Fails if a directory has files and no records of them: what has no record is removed, and these may be another snapshotter's.
+/// Fails if a directory has files but no database: files without a record are removed, and these may belong to another snapshotter.
 fn refuse_others(root: &Path) -> Result<()> {
     let is_empty = |path: &Path| -> Result<bool> {
         match fs::read_dir(path) {
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_root_of_another_program_is_refused_as_it_is() {
+    fn a_root_of_another_program_is_refused_unchanged() {
         let folder = tempfile::tempdir().unwrap();
         for (files, is_refused) in [
             (&["snapshots/1/fs/x", "metadata.db"][..], true),
@@ -369,7 +369,7 @@ mod tests {
         }
         let root = folder.path().join("first");
         for _ in 0..2 {
-            // The first start may end before there are records.
+            // The first start may be killed before it creates the database.
             Folders::create(&root).unwrap();
         }
     }
@@ -401,6 +401,6 @@ mod tests {
         };
         assert!(folders.empty_trash(unmount).is_err());
         let left: Vec<_> = fs::read_dir(folders.trash()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert_eq!(left, ["kept"], "one that fails keeps none of the others");
+        assert_eq!(left, ["kept"], "the others are removed if one fails");
     }
 }

@@ -14,19 +14,19 @@ pub const GID_LABEL: &str = "containerd.io/snapshot/gidmapping";
 /// The maximum number of ranges in a map (`UID_GID_MAP_MAX_EXTENTS`).
 const RANGES_MAX: usize = 340;
 
-/// The maps of a snapshot, as they are passed on to mounts.
+/// The id maps of a snapshot, in the form of mount options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IdMaps {
     /// The map of users, as in the label.
     pub users: String,
     /// The map of groups, as in the label.
     pub groups: String,
-    /// User and group of this host that are the container's root.
+    /// The user and group of this host to which the container's root maps.
     pub root: (u32, u32),
 }
 
 impl IdMaps {
-    /// Reads the labels of a snapshot; `None`: it has neither.
+    /// Parses the labels of a snapshot; `None`: it has neither.
     ///
     /// # Errors
     ///
@@ -48,7 +48,7 @@ impl IdMaps {
     }
 }
 
-/// Returns the id of this host that is 0 in the container.
+/// Returns the id of this host to which the container's id 0 maps.
 fn root_of(label: &str, map: &str) -> Result<u32> {
     let wrong = |why: String| Error::InvalidArgument(format!("the label {label}={map:?} is no map of ids: {why}"));
     let mut root = None;
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_map_is_refused_by_name() {
+    fn invalid_maps_are_refused_with_a_reason() {
         let good = "0:1:1";
         for (users, groups, why) in [
             (Some(good), None, GID_LABEL),

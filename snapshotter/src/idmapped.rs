@@ -1,7 +1,7 @@
-//! Idmapped copies of mounts: who looks through them sees the users of a container.
+//! Idmapped copies of mounts, which show files with the user ids of a container.
 //!
-//! containerd has such mounts, too, but from 2.1.5 on it makes one of the directory above all layers, without the images that are mounted
-//! in it, so that containers would see empty directories.
+//! containerd can make such mounts, too, but from 2.1.5 on it clones the directory above all layers without the mounts below it, so that
+//! containers would see empty directories.
 #![allow(unsafe_code, reason = "a child in a user namespace of its own, and a system call without a wrapper")]
 
 use std::fs::{self, File};
@@ -24,7 +24,7 @@ use crate::idmap::IdMaps;
 ///
 /// The kernel allows no user namespaces, or refuses the maps.
 pub fn user_namespace(maps: &IdMaps) -> Result<OwnedFd> {
-    // Any program that waits for the end of its input.
+    // Any program works that waits for the end of its input.
     let mut command = Command::new("cat");
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).env_clear().current_dir("/");
     // SAFETY: the closure runs in the child between fork and exec, where only async-signal-safe functions may be called: unshare(2) is a
@@ -44,12 +44,12 @@ pub fn user_namespace(maps: &IdMaps) -> Result<OwnedFd> {
             File::open(&path).doing("open", path)
         });
     drop(child.stdin.take());
-    // What it returns says nothing that is not known.
+    // Its exit status is irrelevant.
     let _ = child.wait();
     Ok(namespace?.into())
 }
 
-/// Mounts a directory, with what it has of this mount only, a second time: read-only, and with other users.
+/// Mounts a directory a second time, without the mounts below it: read-only, and with mapped ids.
 ///
 /// # Errors
 ///
@@ -61,7 +61,7 @@ pub fn mount(source: &Path, namespace: BorrowedFd<'_>, at: &Path) -> Result<()> 
     move_mount(tree.as_fd(), "", CWD, at, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH).doing("mount on", at)
 }
 
-/// Calls mount_setattr(2), which the library lacks.
+/// Calls mount_setattr(2), which rustix lacks.
 fn set_users(tree: BorrowedFd<'_>, namespace: BorrowedFd<'_>) -> io::Result<()> {
     let userns_fd = u64::try_from(namespace.as_raw_fd()).map_err(io::Error::other)?;
     let attr_set = libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_IDMAP;

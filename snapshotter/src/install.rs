@@ -20,20 +20,21 @@ const PROGRAMS: &str = "usr/bin";
 const UNITS: &str = "etc/systemd/system";
 const UNIT: &str = "ferry-snapshotter.service";
 const UNIT_TEXT: &str = include_str!("../../dist/systemd/ferry-snapshotter.service");
-/// Is beside the unit while an installation goes on: whoever finds it does not know what the unfinished one has changed.
+/// Exists beside the unit during an installation. If it is found later, an installation was interrupted, and its changes are unknown.
 const UNFINISHED: &str = ".ferry-snapshotter.unfinished";
 /// The name of a file until it is complete.
 const NEW: &str = ".ferry.new";
-/// Has `systemctl` speak with the node's systemd although its root is not that of process 1: by its three names, from old to new.
+/// The environment variables, from old to new versions, that make `systemctl` contact systemd although its own root is not that of
+/// process 1.
 const IN_CHROOT: [(&str, &str); 3] =
     [("SYSTEMD_IGNORE_CHROOT", "1"), ("SYSTEMD_OFFLINE", "0"), ("SYSTEMD_IN_CHROOT", "0")];
 
-/// Copies this program, the `ferry` beside it and the unit to a node, and starts the unit: again, if one of them was another one, also
-/// while it runs. `node` is the node's root, with what is mounted below it.
+/// Copies this program, the `ferry` beside it and the unit to a node, and starts the unit; restarts it if one of them changed. `node` is
+/// the node's root, with all mounts below it.
 ///
 /// # Errors
 ///
-/// A file cannot be read or written, or the node's systemd does not start the unit. What was copied before stays.
+/// A file cannot be read or written, or the node's systemd does not start the unit. Copied files stay.
 pub fn install(node: &Path) -> Result<()> {
     let folder = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = openat(CWD, node, folder, Mode::empty())
@@ -61,7 +62,7 @@ pub fn install(node: &Path) -> Result<()> {
     fchdir(&root)
         .and_then(|()| chroot("."))
         .context("cannot change to the node's root: the container needs the capability SYS_CHROOT")?;
-    // Pods are pulled while a node boots: that is no time for a restart.
+    // No restart while a node boots: pods are being pulled.
     let start = if is_new { "restart" } else { "start" };
     for words in [&["daemon-reload"][..], &["enable", UNIT], &[start, UNIT]] {
         let mut systemctl = Command::new("systemctl");
@@ -75,12 +76,12 @@ pub fn install(node: &Path) -> Result<()> {
     unlinkat(&units, UNFINISHED, AtFlags::empty()).with_context(|| format!("cannot remove /{UNITS}/{UNFINISHED}"))
 }
 
-/// systemd answers only those that see its process: `systemctl` ends with "No data available" elsewhere.
+/// systemd replies only to processes that see its own process; otherwise `systemctl` fails with "No data available".
 fn check_processes(node: &Path) -> Result<()> {
     let path = node.join("proc/self/status");
     let status = std::fs::read_to_string(&path)
         .with_context(|| format!("cannot read {}: mount the node's root with what is below it", path.display()))?;
-    // This process's numbers in the namespace of that /proc and in those within (proc_pid_status(5)).
+    // The ids of this process in the PID namespace of that /proc and in nested ones (proc_pid_status(5)).
     let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
     let is_node = numbers.is_some_and(|numbers| numbers.split_whitespace().count() == 1);
     ensure!(is_node, "this container does not see the node's processes: set hostPID: true in its pod");
@@ -100,7 +101,7 @@ fn below(root: &OwnedFd, node: &Path, path: &str) -> Result<OwnedFd> {
     opened.with_context(|| format!("the node has no {}: it needs systemd", node.join(path).display()))
 }
 
-/// Makes or replaces a file, which nobody sees before it is complete; returns false if it is there already.
+/// Creates or replaces a file atomically; returns false if it is there already.
 fn put(folder: &OwnedFd, name: &Path, mode: u32, bytes: &[u8]) -> io::Result<bool> {
     let mode = Mode::from_raw_mode(mode);
     if is_there(folder, name, mode, bytes).unwrap_or(false) {

@@ -1,4 +1,4 @@
-//! Calls that change the same snapshot wait for each other.
+//! Serializes calls that change the same snapshot.
 
 use std::collections::HashSet;
 use std::sync::{Condvar, Mutex};
@@ -12,7 +12,7 @@ pub struct Keys {
     released: Condvar,
 }
 
-/// A name that is held.
+/// A locked name.
 #[derive(Debug)]
 pub struct HeldKey<'a> {
     keys: &'a Keys,
@@ -20,7 +20,7 @@ pub struct HeldKey<'a> {
 }
 
 impl Keys {
-    /// Waits until nobody holds a name, and holds it.
+    /// Waits until no other thread holds a name, and locks it.
     pub fn hold(&self, key: &str) -> HeldKey<'_> {
         let mut held = lock(&self.held);
         while !held.insert(key.to_owned()) {
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_name_is_held_once_and_others_do_not_wait() {
+    fn holders_of_one_name_wait_and_others_do_not() {
         let (keys, released) = (Keys::default(), AtomicBool::new(false));
         let first = keys.hold("a");
         thread::scope(|scope| {

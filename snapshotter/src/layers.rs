@@ -1,8 +1,8 @@
 //! Committed layers as images of the deduplicated store, mounted by the kernel's EROFS.
 //!
-//! A layer is a directory until its image is built and mounted, and stays one where that is impossible. Whiteouts and opaque
-//! directories are in an image as overlayfs has made them. Of several layers below a container, one more image is made, which shows
-//! what overlayfs would show of them ([`Layers::merged`]).
+//! A layer is a directory until its image is built and mounted, and stays one if that is impossible. An image keeps overlayfs's
+//! whiteouts and opaque directories. The layers below a container are merged to one more image, which shows what overlayfs would
+//! show of them ([`Layers::merged`]).
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -39,18 +39,18 @@ pub struct Layers {
     pub(crate) builds: bool,
     /// One image is built at a time: a build uses all processors.
     pub(crate) building: Mutex<()>,
-    /// Locked while mounts are looked at and changed.
+    /// Locked while mounts are inspected and changed.
     mounting: Mutex<()>,
-    /// Read-locked from the start of a build until the image is recorded, so that its packs are not taken for garbage.
+    /// Read-locked from the start of a build until the image is recorded, so that its packs are not removed as garbage.
     recording: RwLock<()>,
     /// Whether the store may have packs without an image.
     has_garbage: AtomicBool,
-    /// Layers that cannot be merged with those below, although there was space: it is not tried again before the next start.
+    /// Layers that cannot be merged with those below, although there was space. Not retried before the next start.
     not_merged: Mutex<BTreeSet<u64>>,
 }
 
 impl Layers {
-    /// Finds out what the kernel and the file system can do.
+    /// Detects the features of the kernel and the file system.
     ///
     /// # Errors
     ///
@@ -78,12 +78,12 @@ impl Layers {
         })
     }
 
-    /// Prevents that packs are removed. Held from before [`Self::build`] until its image is recorded.
+    /// Prevents the removal of packs. Held from before [`Self::build`] until its image is recorded.
     pub fn recording(&self) -> RwLockReadGuard<'_, ()> {
         read(&self.recording)
     }
 
-    /// Makes the directory of an active snapshot an image, and mounts it. Returns `None`, and leaves the directory, if that is
+    /// Builds an image of the directory of an active snapshot, and mounts it. Returns `None`, and leaves the directory, if that is
     /// impossible.
     pub fn build(&self, id: u64) -> Option<LayerImage> {
         if !self.builds {
@@ -101,13 +101,13 @@ impl Layers {
 
     fn try_build(&self, id: u64) -> Result<Option<LayerImage>> {
         let upper = self.folders.upper(id);
-        // Its directory is removed below, and whoever has it mounted would lose it.
+        // Its directory is removed below, which would break other mounts of it.
         if mounted::is_in_use(&upper)? {
             tracing::warn!("layer {id} is still mounted, and stays a directory");
             return Ok(None);
         }
         let _building = lock(&self.building);
-        // What a commit left whose outcome was not known.
+        // Remains of a commit with an unknown outcome.
         self.remove_image(id)?;
         let store = Store::create(&self.folders.store())?;
         let report = build(&upper, &self.folders.image(id), store, &BuildOptions::default(), &|_, _| {})?;
@@ -142,8 +142,8 @@ impl Layers {
         self.mount_image(&self.folders.image(id), &image.digest, self.folders.layer(id))
     }
 
-    /// Mounts the image of layers, which was made of them before, unless it is mounted; returns where. Makes it if it is not there:
-    /// `record` gets its digest. Returns `None` if overlayfs has to stack the layers, the highest of which is first.
+    /// Mounts the merged image of layers (highest first), unless it is mounted; returns the mount point. Builds the image if it is missing,
+    /// and calls `record` with its digest. Returns `None` if overlayfs has to stack the layers.
     pub fn merged(
         &self,
         layers: &[(u64, &LayerImage)],
@@ -163,7 +163,7 @@ impl Layers {
         }
         let made = self.merge(layers).and_then(|digest| {
             record(&digest)?;
-            // What an earlier process mounted and did not record.
+            // A mount that an earlier process did not record.
             erofs::unmount_all(&self.folders.merged(id))?;
             mount(&digest)
         });
@@ -176,7 +176,7 @@ impl Layers {
         .ok()
     }
 
-    /// Makes one image of layers; returns its digest. It does not wait for builds, because a start must not wait for a pull.
+    /// Merges layers to one image; returns its digest. It does not wait for builds, because a start must not wait for a pull.
     fn merge(&self, layers: &[(u64, &LayerImage)]) -> Result<String> {
         let image = |(id, image): &(u64, &LayerImage)| {
             let path = self.folders.image(*id);
@@ -201,7 +201,7 @@ impl Layers {
         Ok(at)
     }
 
-    /// Mounts layers a second time, with the users of a container, unless they are; returns where.
+    /// Mounts layers a second time with the ids of a container, unless they are mounted; returns the mount points.
     ///
     /// # Errors
     ///
@@ -209,7 +209,7 @@ impl Layers {
     pub fn idmap(&self, id: u64, layers: &[PathBuf], maps: &IdMaps) -> Result<Vec<PathBuf>> {
         let _mounting = lock(&self.mounting);
         let folder = self.folders.lower(id);
-        // Layers that were stacked, and are merged now, have other mounts.
+        // Layers that were stacked before and are merged now have other mounts.
         let name = |(number, layer): (usize, &PathBuf)| {
             if layer.ends_with(MERGED) { MERGED.to_owned() } else { number.to_string() }
         };
@@ -230,7 +230,7 @@ impl Layers {
         Ok(at)
     }
 
-    /// Unmounts what is mounted in the directory of a snapshot. Who uses the mounts keeps them.
+    /// Unmounts all mounts in the directory of a snapshot lazily: processes that use them keep them.
     ///
     /// # Errors
     ///
@@ -240,13 +240,13 @@ impl Layers {
         unmount_in(&self.folders.snapshot(id))
     }
 
-    /// Notes that the image of a layer is gone.
+    /// Records that the image of a layer was removed.
     pub fn note_garbage(&self) {
         self.has_garbage.store(true, Ordering::Relaxed);
     }
 
-    /// Removes packs that no image needs, if there can be such. `needed` returns the names of all packs of recorded images; none is
-    /// recorded meanwhile. Those of `incomplete` are needed, too, and may not be there.
+    /// Removes packs that no image needs, if there can be any. `needed` returns the names of all packs of recorded images; none is
+    /// recorded meanwhile. The packs in `incomplete` are needed, too, and may be missing.
     ///
     /// # Errors
     ///
@@ -271,7 +271,7 @@ impl Layers {
         incomplete: &BTreeSet<String>,
         needed: impl FnOnce() -> Result<BTreeSet<String>>,
     ) -> Result<()> {
-        // Who waits for it keeps all others from it, and containerd's database is locked while it commits.
+        // A waiting writer blocks new readers, and containerd's database is locked while it commits.
         let _recording = match self.recording.try_write() {
             Ok(recording) => recording,
             Err(TryLockError::Poisoned(recording)) => recording.into_inner(),
@@ -289,7 +289,7 @@ impl Layers {
         })?;
         let live = LiveSet { packs, objects: BTreeSet::new() };
         let report = store.collect(&live, Duration::ZERO, false)?;
-        // What a process that ends just now has open is removed the next time.
+        // Packs that an ending process still has open are removed the next time.
         let is_needed = |name: &str| {
             let pack = name.split('.').next().unwrap_or(name);
             Digest::from_hex(Algorithm::Blake3, pack.as_bytes()).is_none_or(|pack| live.packs.contains(&pack))
@@ -329,7 +329,7 @@ pub fn unmount_in(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Whether a failure says nothing of the layers: the disk was full.
+/// Whether a failure has nothing to do with the layers: the disk was full.
 fn may_pass(error: &Error) -> bool {
     let is_full = |error: &io::Error| matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
     let mut causes = successors(Some(error as &dyn std::error::Error), |error| error.source());
@@ -347,7 +347,7 @@ fn recorded(report: &BuildReport) -> LayerImage {
     LayerImage { digest: report.digest.to_string(), packs: report.packs.iter().map(Digest::hex).collect() }
 }
 
-/// Tries overlayfs, and with `images` EROFS below it, as they will be used, and removes what that leaves.
+/// Tests overlayfs, and with `images` EROFS below it, as they will be used; removes the files of the test.
 fn probe(folders: &Folders, images: bool) -> Result<()> {
     let folder = folders.probe();
     let at = folder.join("layer");
@@ -372,8 +372,8 @@ fn probe(folders: &Folders, images: bool) -> Result<()> {
     clean().and(tried)
 }
 
-/// Builds an image of two files, mounts it, and compares what the kernel shows: before Linux 6.15 all files have one time, which
-/// programs notice.
+/// Builds an image of two files, mounts it, and compares the kernel's view: before Linux 6.15 all files have the same time, which
+/// confuses programs.
 fn probe_image(folder: &Path, at: &Path) -> Result<()> {
     let tree = folder.join("tree");
     let contents = vec![7; 10_000];
@@ -411,9 +411,9 @@ fn probe_image(folder: &Path, at: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// What is removed may be the tree of an image.
+    /// A removed directory may be the tree of an image.
     #[test]
-    fn nothing_is_unmounted_by_way_of_what_an_image_has() {
+    fn unmounting_follows_no_links_of_an_image() {
         let folder = tempfile::tempdir().unwrap();
         let lower = folder.path().join("lower");
         let elsewhere = tempfile::tempdir().unwrap();

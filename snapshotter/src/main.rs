@@ -101,7 +101,7 @@ fn report(error: &anyhow::Error, status: u8) -> ExitCode {
     ExitCode::from(status)
 }
 
-/// Returns what the file and the command line set.
+/// Returns the configuration of the file and the command line.
 fn config(args: &Args) -> Result<Config> {
     let path = args.config.as_deref().unwrap_or(Path::new(Config::PATH));
     let mut config = match std::fs::read_to_string(path) {

@@ -1,4 +1,4 @@
-//! What is known of each snapshot, in a crash-safe database of the library redb.
+//! The records of all snapshots, in a crash-safe redb database.
 //!
 //! ```text
 //! snapshots   name -> Record, as a message of Protocol Buffers
@@ -29,9 +29,9 @@ const NEXT_ID: &str = "next id";
 
 /// The maximum number of snapshots below another: overlayfs stacks no more layers.
 pub const LAYERS_MAX: usize = 500;
-/// The memory for pages of the database. It is small: a thousand snapshots take about 1 MB.
+/// The size of the database's cache in bytes: a thousand snapshots take about 1 MB.
 const CACHE_BYTES: usize = 4 << 20;
-/// The space that is taken beyond twice the size of the database, in bytes.
+/// The space in bytes that is reserved beyond twice the size of the database.
 const RESERVE_BYTES: u64 = 64 << 10;
 
 /// A snapshot.
@@ -40,7 +40,7 @@ pub struct Record {
     /// The number that names its directory.
     #[prost(uint64, tag = "1")]
     pub id: u64,
-    /// What it is.
+    /// Its kind.
     #[prost(enumeration = "Kind", tag = "2")]
     pub kind: i32,
     /// The name of the snapshot below it, or nothing.
@@ -55,19 +55,19 @@ pub struct Record {
     /// Its labels.
     #[prost(btree_map = "string, string", tag = "6")]
     pub labels: Labels,
-    /// What it took when it was committed.
+    /// The space that it took when it was committed.
     #[prost(message, required, tag = "7")]
     pub usage: Usage,
-    /// The image that it was made, if it is not a directory.
+    /// Its image, if it is not a directory.
     #[prost(message, optional, tag = "8")]
     pub image: Option<LayerImage>,
-    /// The layers of a container image that it stands for, together with those below, if they are read before they are here.
+    /// If its layer is fetched on demand: the layers of the container image that it and the snapshots below it represent.
     #[prost(message, optional, tag = "9")]
     pub remote: Option<RemoteLayers>,
     /// The digest, as text, of the image of this layer and all below it, or nothing.
     #[prost(string, tag = "10")]
     pub merged: String,
-    /// Whether it is based on such an image. The upper directory of an overlayfs is not to be used with others.
+    /// Whether it is based on such an image: an upper directory of overlayfs must not be used with other lower directories.
     #[prost(bool, tag = "11")]
     pub on_merged: bool,
 }
@@ -106,13 +106,13 @@ pub struct RemoteLayers {
 }
 
 impl Record {
-    /// Creates that of a new snapshot.
+    /// Creates the record of a new snapshot.
     #[must_use]
     pub fn new(kind: Kind, parent: &str, labels: Labels) -> Self {
         Self { kind: kind.into(), parent: parent.into(), labels, ..Self::default() }
     }
 
-    /// Returns it as containerd sees it.
+    /// Returns it in containerd's form.
     #[must_use]
     pub fn info(&self, name: &str) -> Info {
         Info {
@@ -133,9 +133,9 @@ pub struct Commit<'a> {
     pub name: &'a str,
     /// A parent for a snapshot that was prepared without one.
     pub parent: &'a str,
-    /// Its labels; those of the active snapshot are gone.
+    /// Its labels, which replace those of the active snapshot.
     pub labels: Labels,
-    /// What it takes.
+    /// The space that it takes.
     pub usage: Usage,
     /// Its image, if it has one.
     pub image: Option<LayerImage>,
@@ -145,7 +145,7 @@ pub struct Commit<'a> {
 #[derive(Debug)]
 pub struct Metadata {
     path: PathBuf,
-    /// Closed after a failure of the file system, such as a full disk: redb then refuses everything until it is opened again.
+    /// `None` after an I/O error, such as a full disk: redb then refuses everything until the database is opened again.
     database: RwLock<Option<Database>>,
 }
 
@@ -187,7 +187,7 @@ impl Metadata {
         outcome
     }
 
-    /// Takes space on the disk for the next changes: removing a snapshot from a full disk is one, too.
+    /// Reserves disk space for the next changes, because removing a snapshot from a full disk is a change, too.
     fn reserve(&self) {
         let reserved = File::options().write(true).open(&self.path).and_then(|file| {
             // The library doubles the file when it grows.
@@ -247,7 +247,7 @@ impl Metadata {
         })
     }
 
-    /// Calls a function with the ids of all snapshots while none can be added.
+    /// Calls a function with the ids of all snapshots; meanwhile none can be added.
     ///
     /// # Errors
     ///
@@ -265,7 +265,7 @@ impl Metadata {
         })
     }
 
-    /// Adds a snapshot: its record so far has its kind, parent and labels, and more. `create` makes its directory before the snapshot
+    /// Adds a snapshot. `record` has its kind, parent and labels. `create` creates its directory before the snapshot
     /// exists.
     ///
     /// # Errors
@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn snapshots_survive_and_ids_are_never_used_twice() {
+    fn snapshots_survive_a_restart_and_ids_are_never_reused() {
         let folder = tempfile::tempdir().unwrap();
         let metadata = open(folder.path());
         assert_eq!(prepare(&metadata, "a", "").unwrap().id, 1);
@@ -489,7 +489,7 @@ mod tests {
         assert!(matches!(prepare(&metadata, "a", ""), Err(Error::AlreadyExists(_))));
         let failed =
             metadata.insert("c", Record::new(Kind::View, "", Labels::new()), |_| Err(Error::NotFound("c".into())));
-        assert!(failed.is_err() && metadata.get("c").is_err(), "what could not be made is not there");
+        assert!(failed.is_err() && metadata.get("c").is_err(), "a failed snapshot does not exist");
         commit(&metadata, "a", "base", "").unwrap();
         assert!(Metadata::open(&folder.path().join("metadata.redb")).is_err(), "it is in use");
         drop(metadata);
@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn parents_are_committed_and_stay() {
+    fn parents_must_be_committed_and_cannot_be_removed() {
         let folder = tempfile::tempdir().unwrap();
         let metadata = open(folder.path());
         prepare(&metadata, "a", "").unwrap();

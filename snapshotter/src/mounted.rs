@@ -1,4 +1,4 @@
-//! Whether somebody still has a snapshot mounted.
+//! Detects whether a snapshot is still mounted.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -19,26 +19,26 @@ pub fn is_in_use(upper: &Path) -> Result<bool> {
     let table = fs::read(MOUNT_TABLE).doing("read", MOUNT_TABLE)?;
     let uses = uses(&table, upper);
     let own = fs::metadata(upper).doing("inspect", upper)?;
-    // What cannot be inspected may be it.
+    // A mount that cannot be inspected counts as a use.
     let is_it = |at: &Vec<u8>| {
         fs::metadata(OsStr::from_bytes(at)).map_or(true, |found| (found.dev(), found.ino()) == (own.dev(), own.ino()))
     };
     Ok(uses.is_upper || uses.bound.iter().any(is_it))
 }
 
-/// What a mount table says of an upper directory.
+/// The uses of an upper directory in a mount table.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Uses {
     /// Whether an overlayfs has it.
     is_upper: bool,
-    /// Where directories are mounted that can be it.
+    /// The mount points of directories that may be the same.
     bound: Vec<Vec<u8>>,
 }
 
-/// Reads a mount table (proc_pid_mountinfo(5)). Nothing is escaped in paths of snapshots: [`crate::folders`] refuses others.
+/// Parses a mount table (proc_pid_mountinfo(5)). Paths of snapshots have no escapes, because [`crate::folders`] refuses such roots.
 fn uses(table: &[u8], upper: &Path) -> Uses {
     let option = [&b"upperdir="[..], upper.as_os_str().as_bytes()].concat();
-    // The table has paths from the top of a file system, which the root of all snapshots may be.
+    // Paths in the table are relative to the root of a file system, which may be the root of all snapshots.
     let id = upper.parent().and_then(Path::file_name).unwrap_or_default();
     let tail = [&b"/snapshots/"[..], id.as_bytes(), b"/fs"].concat();
     let mut uses = Uses::default();
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_nobody_mounts_is_not_in_use() {
+    fn an_unmounted_directory_is_not_in_use() {
         let folder = tempfile::tempdir().unwrap();
         assert!(!is_in_use(folder.path()).unwrap());
     }

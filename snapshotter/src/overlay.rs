@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// Exists if this kernel's overlayfs knows the option `index`.
 const INDEX_PARAMETER: &str = "/sys/module/overlay/parameters/index";
 
-/// What a snapshot consists of.
+/// The directories of a snapshot.
 #[derive(Debug)]
 pub struct Layers<'a> {
     /// Active or a view.
@@ -49,7 +49,7 @@ impl Layers<'_> {
                 }
                 let lower: Vec<String> = self.lower.iter().map(|path| text(path)).collect();
                 options.push(format!("lowerdir={}", lower.join(":")));
-                // Layers come and go below a mount that exists; an index of them would be wrong.
+                // Layers can change below an existing mount, which would invalidate an index.
                 if Path::new(INDEX_PARAMETER).exists() {
                     options.push("index=off".into());
                 }
@@ -65,11 +65,11 @@ fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// Checks that overlayfs takes these directories: an upper and a work directory, and a layer.
+/// Checks that overlayfs accepts these directories: upper, work, and a layer.
 ///
 /// # Errors
 ///
-/// It does not, with the kernel's reason.
+/// It does not; the error has the kernel's reason.
 pub fn check(upper: &Path, work: &Path, lower: &Path) -> Result<()> {
     let failed =
         |messages: String, error: rustix::io::Errno| Error::Mount { path: upper.into(), messages, error: error.into() };
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mounts_are_those_of_containerd() {
+    fn mounts_equal_those_of_containerd() {
         let lower: Vec<PathBuf> = ["/s/2/layer", "/s/1/fs"].map(PathBuf::from).into();
         for (kind, count, expected) in [
             (Kind::Active, 0, "bind /s/9/fs rw rbind"),

@@ -1,4 +1,4 @@
-//! What the control socket tells of a running snapshotter: its calls, and what it holds.
+//! The report of a running snapshotter on the control socket: calls, snapshots and space.
 
 use std::sync::{Arc, Weak};
 
@@ -8,7 +8,7 @@ use ferry_image::told;
 use crate::config::Config;
 use crate::snapshotter::{Counts, Snapshotter};
 
-/// Returns the snapshotter as the control socket shows it.
+/// Returns the report.
 #[must_use]
 pub fn served(config: &Config, snapshotter: &Arc<Snapshotter>) -> ServedShare {
     let shown = ShareStatus {

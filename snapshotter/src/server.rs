@@ -21,7 +21,7 @@ use crate::snapshotter::Snapshotter;
 
 /// The maximum number of calls that run at once; further ones wait. containerd unpacks a few images at a time.
 const CALLS_MAX: usize = 64;
-/// The time in which calls can finish after SIGTERM. Each can also be repeated after a restart.
+/// The time in which calls can finish after SIGTERM. Interrupted calls can be repeated after a restart.
 const SHUTDOWN_TIME: Duration = Duration::from_secs(10);
 
 /// A listening socket. Its file stays: the next start replaces it.
@@ -31,11 +31,11 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// Listens on a path that only root can connect to. A socket that nobody listens on is replaced.
+    /// Listens on a path that only root can connect to. A socket without a listener is replaced.
     ///
     /// # Errors
     ///
-    /// Somebody listens there, or another file is there.
+    /// Another process listens there, or the path is another kind of file.
     pub fn bind(path: &Path) -> Result<Self> {
         if let Some(folder) = path.parent() {
             let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
@@ -120,7 +120,7 @@ async fn accept(listener: tokio::net::UnixListener, snapshotter: Arc<Snapshotter
     }
 }
 
-/// Tells the service manager that calls are answered (sd_notify(3)), if there is one that wants to know.
+/// Notifies the service manager that the server is ready (sd_notify(3)), if NOTIFY_SOCKET is set.
 fn notify_ready() {
     let Some(socket) = ferry_agent::notification_socket("calls are answered") else { return };
     if let Err(error) = socket.send(b"READY=1") {

@@ -133,7 +133,7 @@ where
 
 type ResponseFuture<T> = Pin<Box<dyn Future<Output = std::result::Result<tonic::Response<T>, Status>> + Send>>;
 
-/// Runs a call on a thread that may block. If the client gives up meanwhile, the call is finished all the same.
+/// Runs a call on a thread that may block. The call is finished even if the client disconnects.
 fn on_thread<Q, A, F>(
     call: &mut Option<F>,
     mut request: tonic::Request<Q>,
@@ -173,7 +173,7 @@ where
 
 struct Stream<F>(Option<F>);
 
-/// The messages of a stream, which are all known.
+/// The messages of a stream, which are all available at once.
 type Messages<T> = tokio_stream::Iter<std::vec::IntoIter<std::result::Result<T, Status>>>;
 
 impl<Q, A, F> ServerStreamingService<Q> for Stream<F>

@@ -1,7 +1,7 @@
-//! What each call does. Nothing here is asynchronous: calls run on threads.
+//! The implementation of the calls. Nothing here is asynchronous: calls run on threads.
 //!
 //! The order of steps makes `kill -9` harmless. A directory exists before its record, and is removed after it; an image is mounted before
-//! it is recorded, and only then the directory that it replaces is removed. [`Snapshotter::open`] removes what such steps left.
+//! it is recorded, and only then the directory that it replaces is removed. [`Snapshotter::open`] removes the remains of such steps.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -44,7 +44,7 @@ pub struct Snapshotter {
     pub(crate) layers: Layers,
     /// Whether new snapshots are based on merged images.
     merges: bool,
-    /// Images that start before their layers are here.
+    /// Images that are fetched on demand.
     lazy: Arc<Lazy>,
     pub(crate) keys: Keys,
     /// containerd's own root.
@@ -52,13 +52,13 @@ pub struct Snapshotter {
     metrics: Arc<Metrics>,
 }
 
-/// What a snapshotter holds.
+/// The counts of a snapshotter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     pub active: u64,
     pub committed: u64,
     pub views: u64,
-    /// Images of layers that are mounted.
+    /// Mounted images of layers.
     pub layer_mounts: u64,
     /// Bytes on disk of the store.
     pub store_bytes: u64,
@@ -76,11 +76,11 @@ pub struct NewSnapshot {
 }
 
 impl Snapshotter {
-    /// Opens the snapshots below a root, or creates it, and removes what a killed process left. Mounts that exist are used on.
+    /// Opens or creates the root of all snapshots, and removes the remains of a killed process. Existing mounts are kept.
     ///
     /// # Errors
     ///
-    /// Another process uses the root, its metadata is damaged, or the kernel lacks what is needed.
+    /// Another process uses the root, its metadata is damaged, or the kernel lacks a required feature.
     pub fn open(config: &Config) -> Result<Self> {
         let folders = Folders::create(&config.root)?;
         // Locks the root.
@@ -109,7 +109,7 @@ impl Snapshotter {
         let id = record.id;
         let is_directory = record.image.is_none() && record.remote.is_none();
         if !is_directory {
-            // Before the only other copy goes.
+            // Before the only other copy is removed.
             self.restore_image(record)?;
             self.remove_upper(id)?;
         } else if !self.folders.upper(id).exists() {
@@ -142,11 +142,11 @@ impl Snapshotter {
         Ok(self.metadata.get(key)?.info(key))
     }
 
-    /// Changes labels: all, or those that `paths` name (`labels`, or `labels.` and a name). Labels without a value are removed.
+    /// Changes all labels, or those in `paths` (`labels`, or `labels.` and a name). Labels with an empty value are removed.
     ///
     /// # Errors
     ///
-    /// [`Error::NotFound`]; [`Error::InvalidArgument`]: something else cannot be changed.
+    /// [`Error::NotFound`]; [`Error::InvalidArgument`]: a path names another field, which cannot be changed.
     pub fn update(&self, info: &Info, paths: &[String]) -> Result<Info> {
         let mut updates = Vec::new();
         for path in paths {
@@ -212,7 +212,7 @@ impl Snapshotter {
         mounts.map_err(|error| self.failure(key, &record, error))
     }
 
-    /// Returns the error of a call, or [`Error::NotFound`] if its snapshot was removed or committed meanwhile.
+    /// Replaces the error of a call by [`Error::NotFound`] if its snapshot was removed or committed meanwhile.
     fn failure(&self, key: &str, record: &Record, error: Error) -> Error {
         match self.metadata.get(key) {
             Ok(found) if found.id == record.id => error,
@@ -221,8 +221,8 @@ impl Snapshotter {
         }
     }
 
-    /// Adds a snapshot that can be written to; returns its mounts. If labels name a layer of an image that is read before it is here, a
-    /// committed snapshot is added instead, with the name that a label asks for.
+    /// Adds a writable snapshot; returns its mounts. If labels name a layer of an image that is fetched on demand, a committed snapshot
+    /// is added instead, with the name in a label.
     ///
     /// # Errors
     ///
@@ -235,18 +235,18 @@ impl Snapshotter {
         }
     }
 
-    /// Adds the committed snapshot of a layer that is read before it is here; returns whether it is there. Otherwise the layer has to
+    /// Adds the committed snapshot of a layer that is fetched on demand; returns whether it exists. Otherwise the layer has to
     /// be unpacked.
     fn add_remote(&self, request: &Request, new: &NewSnapshot) -> Result<bool> {
         let NewSnapshot { key, parent, labels } = new;
         let target = &request.target;
         check_name(key)?;
         check_name(target)?;
-        // Two pulls of one image.
+        // Two pulls of one image run at the same time.
         let _held = self.keys.hold(target);
         let is_known = |record: &Record| record.remote.is_some() && record.parent == *parent;
         match (self.metadata.get(target), self.metadata.get(key)) {
-            // It may be of another image, of which these layers are not here, and may never be.
+            // It may belong to another image, without the data of these layers.
             (Ok(known), _) => {
                 let is_had = |remote: &RemoteLayers| self.lazy.has(remote) || self.starts_lazily(request, parent);
                 return Ok(is_known(&known) && known.remote.as_ref().is_some_and(is_had));
@@ -272,7 +272,7 @@ impl Snapshotter {
         self.find_lazy(request, parent).is_ok_and(|found| found.is_some())
     }
 
-    /// Adds a snapshot that can only be read; returns its mounts.
+    /// Adds a read-only snapshot; returns its mounts.
     ///
     /// # Errors
     ///
@@ -288,7 +288,7 @@ impl Snapshotter {
         if idmaps.is_some() {
             check_idmaps()?;
         }
-        // Before the snapshot exists, which would be in the way when the call is repeated.
+        // Before the snapshot exists, so that a repeated call does not fail with AlreadyExists.
         if self.metadata.get(&key).is_ok() {
             return Err(Error::AlreadyExists(key));
         }
@@ -298,7 +298,7 @@ impl Snapshotter {
         if lower.len() >= LAYERS_MAX {
             return Err(too_deep(&key));
         }
-        // What the layer below shows at its root, the container sees at its root.
+        // The container's root has the owner and permissions of the root of the layer below.
         let mut owner = lower.first().map_or(Ok(Owner::ROOT), |path| Owner::of(path))?;
         if let Some(maps) = &idmaps {
             (owner.uid, owner.gid) = maps.root;
@@ -316,14 +316,14 @@ impl Snapshotter {
         mounts
     }
 
-    /// Returns the directories of a committed snapshot and those below it, nearest first, or one that shows them all. Mounts their
-    /// images.
+    /// Mounts the images of a committed snapshot and those below it; returns their directories, nearest first, or a single one with all
+    /// layers merged.
     pub(crate) fn lower(&self, name: &str, may_merge: bool) -> Result<Vec<PathBuf>> {
         let _held = self.keys.hold(name);
         self.lower_held(name, may_merge)
     }
 
-    /// As [`Self::lower`], while the name is held: the snapshot is not removed, and its layers are merged once.
+    /// As [`Self::lower`], with the name locked, so that the snapshot is not removed and its layers are merged once.
     fn lower_held(&self, name: &str, may_merge: bool) -> Result<Vec<PathBuf>> {
         let chain = self.metadata.chain(name)?;
         if may_merge && let Some(merged) = self.merged(&chain) {
@@ -347,7 +347,7 @@ impl Snapshotter {
         Ok(lower)
     }
 
-    /// Returns the directory that shows all of a chain, if there can be one.
+    /// Returns the directory with all layers of a chain merged, if that is possible.
     fn merged(&self, chain: &[(String, Record)]) -> Option<PathBuf> {
         let (name, record) = chain.first().filter(|_| (2..LAYERS_MAX).contains(&chain.len()))?;
         let images = chain.iter().map(|(_, record)| Some((record.id, record.image.as_ref()?)));
@@ -363,7 +363,7 @@ impl Snapshotter {
         Ok(overlay::Layers { kind: record.kind(), upper: &upper, work: &work, lower }.mounts())
     }
 
-    /// Makes an active snapshot a committed one.
+    /// Commits an active snapshot.
     ///
     /// # Errors
     ///
@@ -420,7 +420,7 @@ impl Snapshotter {
     pub fn remove(&self, key: &str) -> Result<()> {
         let _held = self.keys.hold(key);
         let record = self.metadata.remove(key)?;
-        // The snapshot is gone, whatever happens now: what stays is removed by the next cleanup.
+        // The snapshot no longer exists, so later failures are only logged: the next cleanup removes the remains.
         if record.image.is_some() || self.layers.is_applied(record.id).unwrap_or(true) || record.remote.is_some() {
             self.layers.note_garbage();
         }
@@ -521,7 +521,7 @@ impl Snapshotter {
         Ok(counts)
     }
 
-    /// Gives a layer its image back: after a power failure the record can be there without the file's second name.
+    /// Restores the image of a layer: after a power failure the record can exist without the file's second name.
     fn restore_image(&self, record: &Record) -> Result<()> {
         let (Some(image), path) = (&record.image, self.folders.image(record.id)) else { return Ok(()) };
         if path.exists() {
@@ -577,7 +577,7 @@ fn checked_labels(mut labels: Labels) -> Result<Labels> {
     }
 }
 
-/// Whether a snapshot is one that containerd unpacks a layer into. Its layers are not merged: each is the parent of one other.
+/// Whether containerd unpacks a layer into a snapshot. Its lower layers are not merged, because each is the parent of one other.
 fn is_unpacked(key: &str, labels: &Labels) -> bool {
     labels.contains_key(TARGET) || key.rsplit('/').next().is_some_and(|key| key.starts_with("extract-"))
 }

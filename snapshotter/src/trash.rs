@@ -1,7 +1,7 @@
 //! Directories that are being removed, `ROOT/trash/NAME`.
 //!
-//! A container chooses how deep and wide they are, so what is below is moved up before it is removed: no path, no stack
-//! and no memory grows with it.
+//! A container chooses how deep and wide they are, so subdirectories are moved up to the trash before they are removed. No path,
+//! stack or memory grows with the depth or width.
 
 use std::ffi::OsString;
 use std::io;
@@ -13,12 +13,12 @@ use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, openat, renameat, unlinkat};
 use rustix::io::Errno;
 
-/// How often a directory is listed again that has got new entries meanwhile.
+/// The maximum number of times that a directory with new entries is listed again.
 const LISTED_MAX: usize = 16;
 
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// Returns a name that no other removal has; that of another process may.
+/// Returns a name that is unique in this process; another process may have used it.
 fn unique(prefix: &str) -> OsString {
     format!("{prefix}{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)).into()
 }
@@ -30,14 +30,14 @@ pub fn put(trash: &Path, folder: &Path) -> io::Result<Option<OsString>> {
         match renameat(CWD, folder, CWD, trash.join(&name)) {
             Ok(()) => return Ok(Some(name)),
             Err(Errno::NOENT) => return Ok(None),
-            // A process that was killed has left something with this name.
+            // A killed process has left an entry with this name.
             Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOTDIR) => {}
             Err(error) => return Err(error.into()),
         }
     }
 }
 
-/// Removes a directory in the trash, and everything in it. Others may remove the same meanwhile.
+/// Removes a directory in the trash, and everything in it. Other threads may remove the same concurrently.
 pub fn remove(trash: &Path, name: &OsString) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let top = openat(CWD, trash, flags, Mode::empty())?;
@@ -58,7 +58,7 @@ pub fn remove(trash: &Path, name: &OsString) -> io::Result<()> {
     }
 }
 
-/// Returns what the names of directories begin with that were in this one. It does not grow with each process that is killed.
+/// Returns the name prefix for subdirectories of this one. It does not grow with each killed process.
 fn prefix(name: &OsString) -> String {
     let name = name.to_string_lossy();
     let root = match name.find('.') {
@@ -87,7 +87,7 @@ fn remove_one(top: &OwnedFd, entry: &OsString, name: &OsString) -> rustix::io::R
             }
             match unlinkat(&folder, child, AtFlags::empty()) {
                 Err(Errno::ISDIR) => match move_up(&folder, child, (top, &prefix)) {
-                    // There is room again when those are removed that were moved.
+                    // Removing the moved directories frees space.
                     Err(Errno::NOSPC | Errno::DQUOT) if has_moved => return Ok(()),
                     moved => {
                         moved?;
@@ -114,7 +114,7 @@ fn move_up(folder: &OwnedFd, child: &std::ffi::CStr, (top, prefix): (&OwnedFd, &
     }
 }
 
-/// What is gone already need not be removed.
+/// Ignores that an entry does not exist.
 fn present(removed: rustix::io::Result<()>) -> rustix::io::Result<()> {
     match removed {
         Err(Errno::NOENT) => Ok(()),

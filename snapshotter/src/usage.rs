@@ -19,7 +19,7 @@ const DEPTH_MAX: usize = 4096;
 /// A directory, and those in it that are not counted yet.
 type Level = (OwnedFd, Vec<CString>);
 
-/// What was counted.
+/// The sums.
 #[derive(Debug, Default)]
 struct Count {
     linked: HashSet<(u64, u64)>,
@@ -36,7 +36,7 @@ impl Count {
         }
     }
 
-    /// Counts the entries of a directory; `None`: it is gone, or is no directory any more.
+    /// Counts the entries of a directory; `None`: it no longer exists or is no directory.
     fn open(&mut self, at: &OwnedFd, name: &CString) -> rustix::io::Result<Option<Level>> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let folder = match openat(at, name, flags, Mode::empty()) {
@@ -74,7 +74,7 @@ fn is_directory(found: &Stat) -> bool {
 ///
 /// # Errors
 ///
-/// Something cannot be listed, or is more than 4096 directories deep.
+/// A directory cannot be listed, or is more than 4096 levels deep.
 pub fn of(root: &Path) -> Result<Usage> {
     let mut count = Count::default();
     let here = openat(CWD, root, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());

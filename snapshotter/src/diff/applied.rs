@@ -1,6 +1,6 @@
 //! A layer that was unpacked into an active snapshot as an image, `ROOT/snapshots/ID/applied`, until it is committed.
 //!
-//! The file is all there is to know, so a restart loses nothing. Its packs are needed while it exists.
+//! The file is the only state, so a restart loses nothing. Its packs are needed while it exists.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -19,11 +19,11 @@ const BLOCK_BYTES: u64 = 4096;
 /// The length of symbolic links that take no block, in bytes.
 const SHORT_LINK_BYTES: u64 = 60;
 
-/// What was unpacked into a snapshot.
+/// A layer that was unpacked into a snapshot.
 #[derive(Debug)]
 pub(crate) struct Applied {
     pub image: LayerImage,
-    /// What the layer would take as a directory.
+    /// The space that the layer would take as a directory.
     pub usage: Usage,
 }
 
@@ -45,7 +45,7 @@ impl Layers {
         Ok(Some(Applied { image: LayerImage { digest, packs }, usage: usage(&image)? }))
     }
 
-    /// Mounts the layer that was unpacked into a snapshot, which nobody else has changed. [`Self::undo`] takes it back.
+    /// Mounts the layer that was unpacked into a snapshot, unless the snapshot was used otherwise. [`Self::undo`] reverts this.
     pub(crate) fn adopt(&self, id: u64, image: &LayerImage) -> Result<()> {
         let upper = self.folders.upper(id);
         let changed = fs::read_dir(&upper).doing("list", &upper)?.next().is_some();
@@ -56,7 +56,7 @@ impl Layers {
                 upper.display()
             )));
         }
-        // What a commit left whose outcome was not known.
+        // Remains of a commit with an unknown outcome.
         self.remove_image(id)?;
         let path = self.folders.image(id);
         fs::hard_link(self.folders.applied(id), &path).doing("create", path)?;
@@ -80,7 +80,7 @@ impl Layers {
     }
 }
 
-/// Returns what a tree takes as a directory of ext4.
+/// Returns the space of a tree as a directory of ext4.
 fn usage(image: &Image) -> Result<Usage> {
     let (mut linked, mut bytes, mut inodes) = (HashSet::new(), 0_u64, 0);
     walk(image, image.root(), b"/", |_, inode| {

@@ -12,11 +12,11 @@ use rustix::io::Errno;
 use super::api::Descriptor;
 use crate::error::{Error, IoContext, Result};
 
-/// Where containerd's own content store keeps blobs, below its root.
+/// The folder of blobs in containerd's root.
 const BLOBS: &str = "io.containerd.content.v1.content/blobs";
-/// The algorithms of digests that containerd knows, and their hexadecimal digits.
+/// containerd's digest algorithms, with the number of hexadecimal digits.
 const ALGORITHMS: [(&str, usize); 3] = [("sha256", 64), ("sha384", 96), ("sha512", 128)];
-/// What layers are: the archive, and how it may be packed.
+/// The media types of layers.
 const MEDIA_TYPES: [(&str, &[&str]); 4] = [
     ("application/vnd.oci.image.layer.v1.tar", &["", "+gzip", "+zstd"]),
     ("application/vnd.oci.image.layer.nondistributable.v1.tar", &["", "+gzip", "+zstd"]),
@@ -24,7 +24,7 @@ const MEDIA_TYPES: [(&str, &[&str]); 4] = [
     ("application/vnd.docker.image.rootfs.foreign.diff.tar", &["", ".gzip", ".zstd"]),
 ];
 
-/// Is true when nobody waits for a call any more.
+/// A flag that is set when the client of a call has disconnected.
 #[derive(Clone, Debug, Default)]
 pub struct Stop(Arc<AtomicBool>);
 
@@ -45,7 +45,7 @@ impl Drop for StopGuard {
     }
 }
 
-/// A blob that is being read, of the length that its descriptor says.
+/// An open blob with the length in its descriptor.
 #[derive(Debug)]
 pub(super) struct Blob {
     pub path: PathBuf,
@@ -58,8 +58,8 @@ impl Blob {
     ///
     /// # Errors
     ///
-    /// [`Error::Unimplemented`]: it is no layer that is known here, or not there; [`Error::InvalidArgument`]: the descriptor cannot be, or
-    /// the blob has another length.
+    /// [`Error::Unimplemented`]: the media type is not supported, or the blob does not exist; [`Error::InvalidArgument`]: the descriptor is
+    /// invalid, or the blob has another length.
     pub(super) fn open(root: &Path, descriptor: &Descriptor, stop: Stop) -> Result<Self> {
         let Descriptor { media_type, digest, size, .. } = descriptor;
         let is_known = MEDIA_TYPES
@@ -99,7 +99,7 @@ impl Read for Blob {
     }
 }
 
-/// Returns the path of a blob among others: its algorithm, and its digits in lower case.
+/// Returns the path of a blob in the folder: its algorithm, and its digits in lower case.
 fn path(digest: &str) -> Option<PathBuf> {
     let (algorithm, digits) = digest.split_once(':')?;
     let (_, count) = ALGORITHMS.iter().find(|(known, _)| *known == algorithm)?;
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_waits_for_is_not_read() {
+    fn reading_stops_when_the_client_disconnects() {
         let mut folder = tempfile::tempfile().unwrap();
         io::Write::write_all(&mut folder, b"some").unwrap();
         let stop = Stop::default();

@@ -1,5 +1,5 @@
-//! Directories in the layers below a layer that is unpacked, as containerd finds them: each layer by its own symbolic links, and the
-//! first that has the name decides.
+//! Looks up directories in the layers below an unpacked layer, as containerd does: each layer resolves its own symbolic links, and the
+//! first layer with the name decides.
 
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ use rustix::io::Errno;
 
 use crate::error::{IoContext, Result};
 
-/// The maximum size of all names of attributes, and of a value, in bytes, as in the kernel.
+/// The kernel's maximum size in bytes of a list of attribute names, and of a value.
 const XATTR_BYTES_MAX: usize = 64 << 10;
 
-/// How often a path is resolved again.
+/// The maximum number of times that a path is resolved again.
 const TRIES_MAX: usize = 1000;
 
 /// Returns a directory of layers, nearest first.
@@ -27,7 +27,7 @@ pub(super) fn find(layers: &[PathBuf], path: &Path) -> Result<Option<LowerDirect
         let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
         let mut tries = 0..TRIES_MAX;
         let opened = loop {
-            // Something was renamed or mounted anywhere on this host while `..` was resolved.
+            // A rename or mount on this host happened while `..` was resolved.
             match openat2(&root, inside, flags, Mode::empty(), resolve) {
                 Err(Errno::AGAIN) if tries.next().is_some() => {}
                 opened => break opened,
@@ -36,7 +36,7 @@ pub(super) fn find(layers: &[PathBuf], path: &Path) -> Result<Option<LowerDirect
         match opened {
             Ok(found) => return describe(&found).doing("inspect", layer.join(path)).map(Some),
             Err(Errno::NOENT) => {}
-            // Something else has the name there, such as a whiteout.
+            // The name is not a directory there, such as a whiteout.
             Err(Errno::NOTDIR | Errno::LOOP | Errno::NAMETOOLONG) => return Ok(None),
             Err(error) => return Err(error).doing("open", layer.join(path)),
         }

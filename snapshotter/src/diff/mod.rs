@@ -1,6 +1,6 @@
 //! containerd's Diff service: a layer becomes an image while its archive is read, without a directory in between.
 //!
-//! What is not done here is `Unimplemented`, so that containerd asks its next differ.
+//! Unsupported calls return `Unimplemented`, so that containerd asks its next differ.
 
 mod api;
 mod applied;
@@ -24,7 +24,7 @@ use crate::metadata::Record;
 use crate::snapshotter::Snapshotter;
 use blob::Blob;
 
-/// What an applied layer is.
+/// The media type of an applied layer.
 const ARCHIVE: &str = "application/vnd.oci.image.layer.v1.tar";
 
 impl Snapshotter {
@@ -57,7 +57,7 @@ impl Snapshotter {
         Ok(Descriptor { media_type: ARCHIVE.into(), digest, size, ..Descriptor::default() })
     }
 
-    /// Finds the snapshot whose own directory the mounts have.
+    /// Finds the snapshot whose own directory is in the mounts.
     fn target(&self, mounts: &[Mount]) -> Result<(String, u64)> {
         let foreign =
             || Error::Unimplemented("the mounts are not those of an active snapshot of this snapshotter".into());
@@ -99,7 +99,7 @@ impl Snapshotter {
         Err(Error::Unimplemented(format!("cannot unpack an image into snapshot {key}: {why}")))
     }
 
-    /// Checks that the directory of a snapshot has what belongs there.
+    /// Checks that the directory of a snapshot has the expected contents.
     pub(crate) fn check_not_applied(&self, key: &str, record: &Record) -> Result<()> {
         if record.kind() != Kind::Active || !self.layers.is_applied(record.id)? {
             return Ok(());

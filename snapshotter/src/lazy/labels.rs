@@ -1,11 +1,11 @@
-//! The labels by which containerd says of which layer of which image it wants a snapshot. CRI and the transfer service set those of
-//! `cri`; clients for eStargz set the others.
+//! The labels by which containerd names the layer and image of a requested snapshot. CRI and the transfer service set the `cri` labels;
+//! clients for eStargz set the others.
 
 use crate::api::Labels;
 
-/// The name that the committed snapshot is to have.
+/// The name of the committed snapshot.
 pub const TARGET: &str = "containerd.io/snapshot.ref";
-/// The reference of the image, by who sets it.
+/// The reference of the image, per setter.
 const REFERENCES: [&str; 2] =
     ["containerd.io/snapshot/cri.image-ref", "containerd.io/snapshot/remote/stargz.reference"];
 /// The digest of its manifest.
@@ -17,7 +17,7 @@ const LAYERS: [&str; 2] = ["containerd.io/snapshot/cri.image-layers", "container
 /// The digest of the layer's table of contents, an annotation of the manifest.
 const TABLE: &str = "containerd.io/snapshot/stargz/toc.digest";
 
-/// A snapshot that may be made of a layer in a registry.
+/// A request for a snapshot of a layer in a registry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     /// The name of the committed snapshot.
@@ -33,7 +33,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// Returns what labels say, if they name a layer of an image.
+    /// Parses labels, if they name a layer of an image.
     #[must_use]
     pub fn of(labels: &Labels) -> Option<Self> {
         let get = |name: &str| labels.get(name).filter(|value| !value.is_empty());
@@ -60,7 +60,7 @@ impl Request {
     }
 }
 
-/// Whether a list of registries and repositories has one.
+/// Whether a list of registries and repositories contains a repository.
 #[must_use]
 pub fn includes(list: &[String], repository: &str) -> bool {
     list.iter().any(|entry| {

@@ -1,15 +1,15 @@
-//! Images of containers that start before their layers are here.
+//! Container images that start before their layers are fetched.
 //!
 //! ```text
 //! ROOT/lazy/KEY/image      metadata of an image of the lower layers of a container image; KEY: its manifest and the number of layers
-//! ROOT/lazy/KEY/image.trace the files that are fetched first, if anybody has said which
-//! ROOT/lazy/KEY/about.toml what it is, and where its data come from
+//! ROOT/lazy/KEY/image.trace the files to fetch first, if there is such a list
+//! ROOT/lazy/KEY/about.toml its description, and the source of its data
 //! ROOT/lazy/KEY/layer      where it is mounted
 //! ROOT/lazy/KEY/process    the process that fetches what is read
-//! ROOT/lazy/.new-*         what is being made
+//! ROOT/lazy/.new-*         an image that is being pulled
 //! ```
 //!
-//! A snapshot of such an image consists of the number of layers that it stands for. What is mounted for it shows all of them at once.
+//! The record of such a snapshot has the number of layers that it represents. Its mount shows all of them merged.
 
 mod labels;
 mod process;
@@ -38,25 +38,25 @@ use crate::keys::Keys;
 use crate::layers::unmount_in;
 use crate::metadata::{RemoteLayers, Usage};
 
-/// How long the first call for an image may wait for its registry; the image then starts as others do.
+/// The maximum time that the first call for an image waits for its registry; after that the image is unpacked as usual.
 const START_TIME: Duration = Duration::from_secs(30);
-/// How long it is remembered whether an image starts lazily, and how long its image may be without a snapshot: the calls of a pull
-/// follow one another, but layers that are not read lazily come between them.
+/// How long the decision about an image is cached, and how long its image may be without a snapshot. The calls of a pull follow one
+/// another, but unpacked layers may come between them.
 const PLAN_TIME: Duration = Duration::from_secs(600);
-/// The maximum number of images that are remembered.
+/// The maximum number of cached decisions.
 const PLANS_MAX: usize = 200;
-/// The maximum number of registries that are waited for.
+/// The maximum number of threads that wait for registries.
 const WAITING_MAX: usize = 16;
 /// The maximum number of processes that pull images: tables of contents may take much memory.
 const PULLS_MAX: usize = 8;
 /// The pause before a process that ended is started again; each failure doubles it, up to a maximum.
 const RESTART_PAUSE: Duration = Duration::from_millis(250);
 const RESTART_PAUSE_MAX: Duration = Duration::from_secs(60);
-/// How long a process has to serve for its earlier ends to be forgotten.
+/// A process that has run this long resets its count of restarts.
 const STABLE_TIME: Duration = Duration::from_secs(600);
 const NEW_PREFIX: &str = ".new-";
 
-/// What is known of an image that is being pulled.
+/// The decision about an image that is being pulled.
 #[derive(Clone, Debug)]
 struct Plan {
     when: Instant,
@@ -64,7 +64,7 @@ struct Plan {
     image: Option<Arc<LazyImage>>,
 }
 
-/// What an image is.
+/// The description of an image.
 #[derive(Debug, Serialize, Deserialize)]
 struct About {
     digest: String,
@@ -80,17 +80,17 @@ pub struct Lazy {
     config: LazyConfig,
     /// By their references.
     plans: Mutex<BTreeMap<String, Plan>>,
-    /// Images that are looked for, by their references, and mounted, by their keys.
+    /// Locks of images: by reference while they are searched for, by key while they are mounted.
     held: Keys,
-    /// Read-locked while packs come into the store without an image.
+    /// Read-locked while packs are stored before their image is recorded.
     pulling: RwLock<()>,
-    /// Of processes that pull.
+    /// The permits of pulling processes.
     pulls: Slots,
-    /// Each thread that waits for a registry has a copy, which also a panic drops.
+    /// Each thread that waits for a registry holds a clone, which is dropped even after a panic.
     waiting: Arc<()>,
-    /// The keys of images of which everything was here.
+    /// The keys of complete images.
     complete: Mutex<BTreeSet<String>>,
-    /// How often the processes of images were started again, and when last, by their keys.
+    /// The number and the last time of restarts, by key.
     restarts: Mutex<BTreeMap<String, (u32, Instant)>>,
 }
 
@@ -103,7 +103,7 @@ fn key(container: &str, layers: usize) -> String {
 fn repository_of(reference: &str) -> &str {
     let name = reference.split_once(':').map_or("", |(_, rest)| rest);
     let name = name.split_once('@').map_or(name, |(name, _)| name);
-    // A colon before the last slash is one of a port.
+    // A colon before the last slash belongs to a port.
     let last = name.rfind('/').map_or(0, |slash| slash + 1);
     name[last..].find(':').map_or(name, |colon| &name[..last + colon])
 }
@@ -115,13 +115,13 @@ impl RemoteLayers {
 }
 
 impl Lazy {
-    /// Creates it; nothing is mounted or requested.
+    /// Creates the object; mounts and requests nothing.
     pub fn new(folders: Folders, config: LazyConfig) -> Self {
         let (plans, held, pulling, pulls, waiting, complete, restarts) = Default::default();
         Self { folders, config, plans, held, pulling, pulls, waiting, complete, restarts }
     }
 
-    /// Returns the layers that a snapshot stands for, if its image starts lazily; mounts the image. `below` is the number of
+    /// Returns the layers that a snapshot represents, if its image starts lazily; mounts the image. `below` is the number of
     /// snapshots below it.
     pub fn find(self: &Arc<Self>, request: &Request, below: usize) -> Option<RemoteLayers> {
         if !includes(&self.config.from, &request.repository) {
@@ -132,7 +132,7 @@ impl Lazy {
         let fits = image.layers.get(below..).is_some_and(|layers| {
             layers.len() >= request.layers.len() && layers.iter().zip(&request.layers).all(|(a, b)| is_it(a, b))
         });
-        // The name may have got another image since containerd asked for it.
+        // The tag may name another image since containerd resolved it.
         let table = image.layers.get(below).and_then(|layer| layer.table.as_ref());
         if !fits || request.table.as_ref().is_some_and(|wanted| Some(wanted) != table) {
             tracing::warn!("layer {} of {} is not the one that is pulled: it is unpacked", below + 1, image.container);
@@ -142,11 +142,11 @@ impl Lazy {
         Some(RemoteLayers { container: image.container.clone(), layers })
     }
 
-    /// Returns the image of a pull, which is looked for at the first of its calls.
+    /// Returns the image of a pull; the first call searches for it.
     fn plan(self: &Arc<Self>, request: &Request) -> Option<Arc<LazyImage>> {
         let reference = &request.reference;
         let _held = self.held.hold(reference);
-        // Until it is remembered, or has a snapshot, nothing else says that it is needed.
+        // Until it is cached or has a snapshot, only this lock keeps its packs.
         let _pulling = read(&self.pulling);
         let known = lock(&self.plans).get(reference).cloned();
         match known {
@@ -190,11 +190,11 @@ impl Lazy {
         self.folder(&key(&image.container, image.covers)).join("image").exists()
     }
 
-    /// Looks for an image on a thread, which goes on if it takes too long.
+    /// Searches for an image on a thread, which continues after a timeout.
     fn start_within(self: &Arc<Self>, time: Duration, request: &Request) -> Result<LazyImage> {
         let failed = |reason: String| Error::Lazy { image: request.reference.clone(), reason };
         let waits = Arc::clone(&self.waiting);
-        // Besides its own one.
+        // Other than its own.
         if Arc::strong_count(&waits) - 1 > WAITING_MAX {
             return Err(failed(format!("{WAITING_MAX} other images wait for their registries")));
         }
@@ -206,7 +206,7 @@ impl Lazy {
                 Ok(image)
             });
             drop(waits);
-            // Nobody waits any more.
+            // The caller has timed out.
             let _ = sender.send(mounted);
         };
         let thread = thread::Builder::new().name("lazy-start".into()).spawn(start);
@@ -216,7 +216,7 @@ impl Lazy {
         })
     }
 
-    /// Fetches the metadata of an image, and gives it its place. The process that did so mounts it later.
+    /// Fetches the metadata of an image, and renames its folder to its key. The process that fetched it mounts it later.
     fn pull(&self, reference: &str, layers: Option<usize>) -> Result<(LazyImage, Option<Puller>)> {
         let repository = repository_of(reference);
         let options = LazyOptions {
@@ -251,7 +251,7 @@ impl Lazy {
         let key = key(&image.container, image.covers);
         let folder = self.folder(&key);
         let is_new = match fs::rename(new.path(), &folder) {
-            // Of an earlier pull; the same manifest makes the same image.
+            // The image of an earlier pull; equal manifests have equal images.
             Err(error) if matches!(error.kind(), ErrorKind::DirectoryNotEmpty | ErrorKind::AlreadyExists) => false,
             renamed => {
                 renamed.doing("create", &folder)?;
@@ -276,16 +276,15 @@ impl Lazy {
         toml::from_str(&text).map(Some).map_err(std::io::Error::other).doing("read", path)
     }
 
-    /// Returns where the layers of a snapshot are mounted; mounts them if they are not, and starts the process that fetches what is
-    /// read if it has ended.
+    /// Returns the mount point of a snapshot's layers. Mounts them if necessary, and starts their process again if it has ended.
     ///
     /// # Errors
     ///
-    /// The registry is not reachable, and not everything is here.
+    /// The image is incomplete, and its registry is not reachable.
     pub fn layer(self: &Arc<Self>, remote: &RemoteLayers) -> Result<PathBuf> {
         let key = remote.key();
         let _held = self.held.hold(&remote.container);
-        // Another image is based on some of the layers only.
+        // Another image shares only some of the layers.
         let puller = match self.about(&key)? {
             Some(_) => None,
             None => self.pull(&remote.container, Some(remote.layers as usize))?.1,
@@ -293,7 +292,7 @@ impl Lazy {
         self.mount(&key, puller)
     }
 
-    /// Mounts an image, unless it is mounted and what is missing is fetched; returns where. `puller`: the process that pulled it.
+    /// Mounts an image, unless it is mounted and served; returns the mount point. `puller` is the process that pulled it.
     fn mount(self: &Arc<Self>, key: &str, puller: Option<Puller>) -> Result<PathBuf> {
         let _held = self.held.hold(key);
         let folder = self.folder(key);
@@ -303,7 +302,7 @@ impl Lazy {
         match process::mounted(&at)? {
             MountState::Fuse => return Ok(at),
             MountState::Erofs if self.is_served(key, &about)? => return Ok(at),
-            // A mount on top of it serves the readers of the one below, too.
+            // The process of a mount on top of it also serves readers of the mount below.
             MountState::Erofs | MountState::Nothing => {}
             MountState::Dead => erofs::unmount_all(&at)?,
         }
@@ -323,19 +322,19 @@ impl Lazy {
         Ok(at)
     }
 
-    /// Returns what is done when the process of an image ends.
+    /// Returns the function to call when the process of an image ends.
     fn on_end(self: &Arc<Self>, key: &str) -> impl FnOnce() + Send + 'static {
         let (lazy, key) = (Arc::clone(self), key.to_owned());
         move || lazy.restart(&key)
     }
 
-    /// Starts a process again that was killed: readers on the kernel's mount go on then.
+    /// Restarts a killed process, so that readers on the kernel's mount continue.
     fn restart(self: &Arc<Self>, key: &str) {
         let mut pause = RESTART_PAUSE;
         loop {
             thread::sleep(pause);
             pause = (pause * 2).min(RESTART_PAUSE_MAX);
-            // Whoever unmounted or removed it, or started a container meanwhile, was first.
+            // It may have been unmounted, removed or started again meanwhile.
             match self.lacks_process(key).map(|lacks| lacks && self.may_restart(key)) {
                 Ok(true) => {}
                 Ok(false) => return,
@@ -348,9 +347,9 @@ impl Lazy {
         }
     }
 
-    /// Whether an image is mounted, and nobody fetches what is missing.
+    /// Whether an image is mounted without a process that fetches missing data.
     fn lacks_process(&self, key: &str) -> Result<bool> {
-        // A process that is being started may fail.
+        // A starting process may fail.
         let _held = self.held.hold(key);
         let Some(about) = self.about(key)? else { return Ok(false) };
         Ok(match process::mounted(&self.folder(key).join("layer"))? {
@@ -379,7 +378,7 @@ impl Lazy {
         may
     }
 
-    /// Has the files fetched first that were recorded (`ferry image trace`), instead of those that the layers name.
+    /// Replaces the layers' list of files to fetch first by a recorded one (`ferry image trace`), if there is one.
     fn list_first(&self, key: &str) -> Result<()> {
         let recorded = self.folders.traces().join(key.rsplit_once('-').map_or(key, |(manifest, _)| manifest));
         if !recorded.exists() {
@@ -392,7 +391,7 @@ impl Lazy {
         }
     }
 
-    /// Whether what the kernel has mounted is complete, or a process fetches what is missing.
+    /// Whether a mounted image is complete, or a process fetches missing data.
     fn is_served(&self, key: &str, about: &About) -> Result<bool> {
         let folder = self.folder(key);
         if lock(&self.complete).contains(key) || process::runs(&folder.join("process")) {
@@ -406,7 +405,7 @@ impl Lazy {
         Ok(is_complete)
     }
 
-    /// Starts the processes of mounted images again that have ended, in the background; watches the others.
+    /// Restarts ended processes of mounted images in the background; watches the others.
     pub fn revive(self: &Arc<Self>) {
         let lazy = Arc::clone(self);
         let revive = move || {
@@ -432,7 +431,7 @@ impl Lazy {
         entries.map(|entry| Ok(entry.doing("list", &lazy)?.file_name().to_string_lossy().into_owned())).collect()
     }
 
-    /// Returns the space that the image of a snapshot takes now, with the packs that it shares with others.
+    /// Returns the space that the image of a snapshot takes now, including packs that it shares.
     ///
     /// # Errors
     ///
@@ -448,7 +447,7 @@ impl Lazy {
         Ok(Usage { bytes: number(blocks.saturating_mul(512)), inodes: number(about.inodes) })
     }
 
-    /// Removes the image of a snapshot that is gone. Who has it mounted keeps it.
+    /// Removes the image of a removed snapshot. Other mounts of it stay usable.
     ///
     /// # Errors
     ///
@@ -466,8 +465,8 @@ impl Lazy {
         self.folders.discard(&folder)
     }
 
-    /// Removes images without a snapshot, and calls a function with whether there were any, and the names of the packs that the others
-    /// need; not while an image is being pulled. `known` returns what snapshots stand for.
+    /// Removes images without a snapshot, unless an image is being pulled. Then calls `call` with whether any was removed, and the names of
+    /// the packs that the others need. `known` returns the layers that snapshots represent.
     ///
     /// # Errors
     ///
@@ -482,7 +481,7 @@ impl Lazy {
             Err(TryLockError::Poisoned(quiet)) => quiet.into_inner(),
             Err(TryLockError::WouldBlock) => return Ok(()),
         };
-        // What is made for a snapshot is made after its record.
+        // Further images of a snapshot are created after its record.
         let mut keep: BTreeSet<String> = known()?.iter().map(RemoteLayers::key).collect();
         for plan in lock(&self.plans).values().filter(|plan| plan.when.elapsed() < PLAN_TIME) {
             keep.extend(plan.image.iter().map(|image| key(&image.container, image.covers)));
@@ -505,7 +504,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn restarts_are_counted_per_image_until_one_lasts() {
+    fn restarts_are_counted_per_image_until_a_stable_run() {
         let root = tempfile::tempdir().unwrap();
         let config = LazyConfig { restarts: 2, ..LazyConfig::default() };
         let lazy = Lazy::new(Folders::create(root.path()).unwrap(), config);

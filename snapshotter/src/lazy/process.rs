@@ -1,6 +1,6 @@
-//! The process that mounts an image and fetches what is read: `ferry image mount --from`. It outlives this one.
+//! The process that mounts an image and fetches its data: `ferry image mount --from`. It outlives this process.
 //!
-//! The process of a new image finds out what that is, too ([`Puller`]), so that it has connections and tokens when it mounts.
+//! The process of a new image also pulls its metadata ([`Puller`]), so that it has connections and tokens when it mounts.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -20,28 +20,28 @@ use crate::config::LazyConfig;
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
 
-/// How long a mount may take: the process asks the registry once.
+/// The maximum time of a mount: the process sends one request to the registry.
 const MOUNT_TIME: Duration = Duration::from_secs(60);
 const TICK: Duration = Duration::from_millis(2);
-/// How long a pull may take, also when nobody waits any more: the process ends its requests earlier.
+/// The maximum time of a pull, also after the caller's timeout. The process's own limits end earlier.
 const PULL_TIME: Duration = Duration::from_secs(330);
 /// The maximum length of a report in bytes: a manifest has up to 4 MiB, of which each may be escaped.
 const REPORT_BYTES_MAX: usize = 32 << 20;
 
-/// What is on a mount point.
+/// The state of a mount point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MountState {
     /// Nothing.
     Nothing,
     /// EROFS, by the kernel.
     Erofs,
-    /// A process that lives, by FUSE.
+    /// FUSE, with a running process.
     Fuse,
-    /// A file system of a process that has ended.
+    /// FUSE, without a process.
     Dead,
 }
 
-/// Returns what is on a mount point.
+/// Returns the state of a mount point.
 ///
 /// # Errors
 ///
@@ -58,7 +58,7 @@ pub fn mounted(at: &Path) -> Result<MountState> {
     if erofs::is_mounted(at)? {
         return Ok(MountState::Erofs);
     }
-    // Attributes can be in the kernel's memory; this cannot.
+    // Attributes can come from the kernel's cache; this cannot.
     match statfs(at) {
         Err(Errno::NOTCONN | Errno::CONNABORTED) => Ok(MountState::Dead),
         found => found.doing("inspect", at).map(|_| MountState::Fuse),
@@ -78,9 +78,9 @@ pub struct Job<'a> {
     pub image: &'a Path,
     /// Its digest.
     pub digest: &'a str,
-    /// Where its data are.
+    /// The store with its data.
     pub store: &'a Path,
-    /// Where they come from.
+    /// The source of missing data.
     pub from: &'a str,
     /// The file with their manifest, if it is there.
     pub manifest: &'a Path,
@@ -105,7 +105,7 @@ fn command(config: &LazyConfig, (image, at): (&Path, &Path), store: &Path, from:
     if let Some(credentials) = &config.credentials {
         command.env("REGISTRY_AUTH_FILE", credentials);
     }
-    // Its messages go to the log; signals of a terminal are not for it.
+    // Its messages go to the log. It ignores signals of a terminal.
     command.stdin(Stdio::null()).stdout(Stdio::null()).current_dir("/").process_group(0);
     Ok(command)
 }
@@ -116,7 +116,7 @@ fn spawn(command: &mut Command, from: &str) -> Result<Child> {
     command.spawn().map_err(|error| Error::Lazy { image: from.into(), reason: reason(error) })
 }
 
-/// A process that pulls an image, and then waits to be told to mount it. It ends when this is dropped.
+/// A process that pulls an image, and then waits for the request to mount it. It ends when this is dropped.
 #[derive(Debug)]
 pub struct Puller {
     /// `None`: it mounts.
@@ -125,7 +125,7 @@ pub struct Puller {
 }
 
 impl Puller {
-    /// Starts a process that makes `folder/image`. It finds the folder under another name later, too.
+    /// Starts a process that creates `folder/image`. The folder may be renamed later.
     ///
     /// # Errors
     ///
@@ -135,12 +135,12 @@ impl Puller {
         let options = serde_json::to_string(&options).map_err(|error| failed(error.to_string()))?;
         let mut command = command(config, (Path::new("image"), Path::new("layer")), store, from)?;
         command.args(["--pull", &options]).stdin(Stdio::piped()).stdout(Stdio::piped()).current_dir(folder);
-        // It is there when the process starts another program.
+        // The descriptor is open when the process executes another program.
         command.env("FERRY_REGISTRY_MANIFEST", "manifest");
         Ok(Self { child: Some(spawn(&mut command, from)?), from: from.into() })
     }
 
-    /// Waits until the image is pulled, and returns what it is.
+    /// Waits until the image is pulled, and returns its description.
     ///
     /// # Errors
     ///
@@ -170,7 +170,7 @@ impl Puller {
         report.map_err(failed)
     }
 
-    /// Has it mount the image, and returns it.
+    /// Requests the mount, and returns the process.
     fn go(mut self) -> Result<Child> {
         let lost = || Error::Lazy { image: self.from.clone(), reason: "the process that pulled it ended".into() };
         let input = self.child.as_mut().and_then(|child| child.stdin.take());
@@ -188,8 +188,8 @@ impl Drop for Puller {
     }
 }
 
-/// Starts a process, or has the one that pulled the image go on, and waits until the image is mounted. `ended` is called when the process
-/// ends after that.
+/// Starts a process, or lets the one that pulled the image continue, and waits until the image is mounted. `ended` is called when the
+/// process ends after that.
 ///
 /// # Errors
 ///
@@ -248,7 +248,7 @@ pub fn mount(
 pub fn watch(process: &Path, ended: impl FnOnce() + Send + 'static) {
     let Some(pid) = running(process) else { return };
     let Ok(descriptor) = pidfd_open(pid, PidfdFlags::empty()) else { return };
-    // The number may have been used again before there was a descriptor.
+    // The process id may have been reused before the descriptor was open.
     if running(process) != Some(pid) {
         return;
     }
@@ -258,7 +258,7 @@ pub fn watch(process: &Path, ended: impl FnOnce() + Send + 'static) {
     });
 }
 
-/// Calls a function that waits.
+/// Runs a function on a thread, because it waits.
 pub fn on_thread(wait: impl FnOnce() + Send + 'static) {
     if let Err(error) = thread::Builder::new().name("lazy-wait".into()).spawn(wait) {
         tracing::warn!("cannot start a thread: {error}");
@@ -278,10 +278,10 @@ fn running(process: &Path) -> Option<Pid> {
     started(pid).filter(|found| found == time).and_then(|_| Pid::from_raw(pid.try_into().ok()?))
 }
 
-/// Returns when a process was started, in the kernel's words; a number is used for another process one day. `None`: it has ended.
+/// Returns the kernel's start time of a process, because process ids are reused. `None`: it has ended.
 fn started(pid: u32) -> Option<String> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in parentheses, can have anything in it.
+    // The name in parentheses can contain any characters.
     let mut fields = text.rsplit_once(')')?.1.split_whitespace();
     let is_over = matches!(fields.next()?, "Z" | "X");
     fields.nth(18).filter(|_| !is_over).map(str::to_owned)
@@ -300,7 +300,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_known_by_its_number_and_its_start() {
+    fn a_process_is_identified_by_its_id_and_start_time() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("process");
         assert!(!runs(&file));
@@ -334,7 +334,7 @@ mod tests {
         assert_eq!(mounted(at).unwrap(), MountState::Nothing);
     }
 
-    /// As on a full disk: nobody could find the process later.
+    /// As on a full disk: the process could not be found later.
     #[test]
     fn a_process_that_cannot_be_recorded_is_ended() {
         let folder = tempfile::tempdir().unwrap();
@@ -346,7 +346,7 @@ mod tests {
         let job = Job { image: at, digest: "d", store: at, from: "oci:h/a:1", manifest: at, at, process: &process };
         let config = LazyConfig { program: Some(program), ..LazyConfig::default() };
         mount(&config, &job, None, || panic!("it was not mounted")).unwrap_err();
-        // It may have been ended before it said who it is.
+        // It may have been killed before it wrote its id.
         let pid = fs::read_to_string(&own).ok().and_then(|text| text.trim().parse().ok());
         let end = Instant::now() + Duration::from_secs(60);
         while pid.is_some_and(|pid: u32| started(pid).is_some()) {
