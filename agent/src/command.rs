@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_mounted_is_one_sentence() {
+    fn an_unmounted_directory_is_an_error() {
         let folder = tempfile::tempdir().expect("a folder");
         let place =
             |path: PathBuf| Place { path, waits: false, shutdown: Arc::new(Shutdown::new().expect("a descriptor")) };
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_is_ready_and_ends_when_told() {
+    fn a_waiting_agent_is_ready_and_ends_on_a_signal() {
         let folder = tempfile::tempdir().expect("a folder");
         let shutdown = Arc::new(Shutdown::new().expect("a descriptor"));
         let place = Place { path: folder.path().join("later"), waits: true, shutdown: Arc::clone(&shutdown) };

@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_of_the_mounts_is_told() {
+    fn the_last_mount_notifies() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("notify");
         let manager = UnixDatagram::bind(&path).expect("a socket");

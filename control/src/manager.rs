@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_and_strangers_are_refused_and_hold_up_nobody() {
+    fn invalid_requests_and_other_users_are_refused_without_delay() {
         let (mut manager, folder) = socket();
         let endless = vec![b'x'; 4 * REQUEST_BYTES_MAX];
         for bytes in

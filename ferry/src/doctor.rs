@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_export_needs_is_missing_and_what_helps_is_degraded() {
+    fn missing_requirements_fail_and_missing_options_degrade() {
         for (asked, states, complete) in [
             (&[][..], &[("a", State::Missing), ("b", State::Ok)][..], false),
             (&[Export::Mount], &[("a", State::Missing)], false),

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_serve_is_shown_as_text() {
+    fn output_of_other_users_servers_is_escaped() {
         let shares = vec![ferry_control::ShareStatus {
             source: "/a\x1b]0;b\x07".into(),
             mount: Some("/m\nprocess 1: level off".into()),

@@ -343,7 +343,7 @@ mod tests {
 
     /// The advice names options that exist.
     #[test]
-    fn what_is_named_instead_is_there() {
+    fn suggested_options_exist() {
         for line in
             ["allow_other", "cache=always", "cache=auto", "cache=none", "writeback", "local_locks", "map_user=1:1"]
         {
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_remount_changes_is_told_from_what_stays() {
+    fn a_remount_separates_changed_from_unchanged_options() {
         let read = |line: &str| remount(&crate::cli::table(), &[line.into()], false);
         assert_eq!(read("ro,noatime"), Ok(None));
         for (line, options, unchanged) in [

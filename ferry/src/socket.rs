@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_open_cannot_be_inherited() {
+    fn closed_descriptors_cannot_be_inherited() {
         let error = ListenSocket::inherit(999).expect_err("not open").to_string();
         assert!(error.contains("descriptor 999 is not open"), "{error}");
     }

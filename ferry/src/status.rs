@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_misused_it_is_told_from_what_failed() {
+    fn misuse_is_distinguished_from_failure() {
         assert_eq!(of(&anyhow!("no disk")), FAILED);
         let misused = misuse(anyhow!("given twice").context("a share"));
         assert_eq!((of(&misused), misused.to_string()), (MISUSED, "a share: given twice".into()));

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_server_says_does_nothing_to_a_terminal() {
+    fn server_output_is_escaped_for_terminals() {
         let hostile = "\x1b[2J\u{9b}\u{202e}\nprocess 1";
         let json = serde_json::json!({
             "source": hostile, "mount": hostile, "9p": hostile, "virtiofs": hostile, "read_only": true, "cache": hostile,

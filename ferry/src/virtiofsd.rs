@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_said() {
+    fn impossible_options_are_reported() {
         for (args, words) in [
             ("--socket-path /s", "--shared-dir is missing"),
             ("--shared-dir /d", "--socket-path or --fd is missing"),

@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_are_of_a_host_or_of_what_is_below_a_repository() {
+    fn entries_match_a_host_or_repositories_below_a_path() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("auth.json");
         let text = r#"{"auths": {"h.example": {"auth": "YTpiYg==\n"}, "h.example/team": {"username": "team", "password": "x:y"},
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_asked_that_a_file_names() {
+    fn helpers_in_the_file_are_called() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("auth.json");
         fs::write(&file, r#"{"credHelpers": {"h.example": "ferry-none"}}"#).unwrap();

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_are_asked_in_the_order_of_the_file() {
+    fn hosts_are_tried_in_the_order_of_the_file() {
         let found = parse(
             r#"
             server = "https://up.example"
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_with_one_sentence_and_without_secrets() {
+    fn invalid_files_are_refused_without_showing_secrets() {
         for (text, expected) in [
             ("server = 1", "invalid type"),
             ("server = \"ftp://h\"", "neither https nor http"),

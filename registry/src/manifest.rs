@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn manifests_round_trip() {
         let (manifest, pack) = manifest();
         let bytes = manifest.write(&[pack]);
         assert_eq!(Manifest::read(&bytes).unwrap(), manifest);

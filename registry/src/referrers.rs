@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_keep_what_others_have_added() {
+    fn lists_keep_concurrent_additions() {
         let digest = |algorithm, byte| Digest::new(algorithm, [byte; 32]);
         let (tree, image) = (digest(Algorithm::Tree, 1), digest(Algorithm::Blake3, 2));
         let blob = |byte, bytes| Blob { sha256: Sha256([byte; 32]), bytes };

@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn names_last_shorter_where_a_client_cannot_be_told_to_forget_all_of_them() {
+    fn names_expire_sooner_without_complete_invalidation() {
         for (cache, notifications, publishes, expected) in [
             (Cache::Always, true, true, (NO_EPOCH_TIMEOUT, ALWAYS_TIMEOUT, NO_EPOCH_TIMEOUT)),
             (Cache::Always, true, false, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),

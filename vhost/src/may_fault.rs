@@ -57,7 +57,7 @@ mod tests {
     use crate::memory::tests::memfd;
 
     #[test]
-    fn what_is_missing_is_not_fatal() {
+    fn missing_pages_are_not_fatal() {
         let file = memfd(8192);
         let map = MmapRegion::<()>::from_file(FileOffset::new(File::try_clone(&file).unwrap(), 0), 8192).unwrap();
         let piece = |offset: usize, bytes| Segment { address: map.as_ptr().wrapping_add(offset), bytes };

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_goes_along() {
+    fn waiting_requests_are_migrated() {
         let plain = b"FERRYFS\0and more".to_vec();
         assert_eq!(before(plain.clone(), &[]), plain);
         assert_eq!(split(&plain, 2), Ok((vec![vec![], vec![]], &plain[..])));
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn invalid_states_are_refused() {
         let state = before(Vec::new(), &[(1, 7), (0, 3)]);
         for length in MAGIC.len()..state.len() {
             assert!(split(&state[..length], 2).is_err(), "{length} bytes");

@@ -111,7 +111,7 @@ fn large_requests_get_no_more_bytes_than_small_ones() {
 }
 
 #[test]
-fn what_is_unused_is_kept_for_the_burst_and_no_longer() {
+fn unused_tokens_are_kept_up_to_the_burst() {
     let second = Duration::from_secs(1);
     for (idle_s, burst_s) in [(0, 1), (1, 1), (100, 1), (100, 5)] {
         let all = bucket(rates(1000, 0, second * burst_s));

@@ -32,7 +32,7 @@ impl FakeWindow {
 }
 
 #[test]
-fn windows_are_asked_for_what_lies_behind_the_end_and_is_of_others() {
+fn a_truncation_asks_other_windows_for_the_range_past_the_end() {
     let (windows, notes) = (Windows::default(), FakeWindow::default());
     drop(windows.shortening(*WRITER, || unreachable!("nobody has a window"), 0));
     let member = windows.join(notes.clone());
@@ -60,7 +60,7 @@ fn windows_are_asked_for_what_lies_behind_the_end_and_is_of_others() {
 }
 
 #[test]
-fn what_windows_may_store_to_is_not_punched() {
+fn ranges_that_windows_may_store_to_are_not_punched() {
     const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
     const ZERO: FallocateFlags = FallocateFlags::ZERO_RANGE.union(FallocateFlags::KEEP_SIZE);
     const FILL: FallocateFlags = FallocateFlags::KEEP_SIZE;
@@ -108,7 +108,7 @@ fn what_windows_may_store_to_is_not_punched() {
 }
 
 #[test]
-fn nobody_maps_what_is_about_to_go() {
+fn a_range_being_cut_off_cannot_be_mapped() {
     let (windows, notes) = (Windows::default(), FakeWindow::default());
     let member = windows.join(notes.clone());
     let claim = || windows.claim(&member, *GUEST, FILE, 0..0x20_0000);

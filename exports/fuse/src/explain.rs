@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reports_what_is_missing_and_the_remedy() {
+    fn reports_missing_features_and_remedies() {
         let mut explanation = Explanation {
             path: Path::Devfuse,
             uring: Verdict::no_uring(&NoUring::Parameter),

@@ -202,7 +202,7 @@ mod tests {
 
     /// Each of two writes at a time has its own answer.
     #[test]
-    fn writes_under_way_together_are_told_apart() {
+    fn concurrent_writes_are_distinguished() {
         let end = Arc::<AppendTracking>::default();
         end.found(&ClientEnds::default(), Ino(1), 10);
         let elsewhere = end.begin_write(0, 5, || Some(10));

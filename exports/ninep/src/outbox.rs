@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_client_does_not_take_is_kept_in_order() {
+    fn unread_replies_are_queued_in_order() {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::NONBLOCK, None).unwrap();
         rustix::net::sockopt::set_socket_send_buffer_size(&ours, 1).unwrap();
         let (stream, holder) = (Stream::plain(ours), Clients::alone());

@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_read_from_what_programs_print() {
+    fn versions_are_parsed_from_program_output() {
         for (text, version) in [
             ("QEMU emulator version 11.1.3 (Debian 1:11.1.3+ds-1)\nCopyright (c) 2003-2026\n", Some(Version(11, 1))),
             ("QEMU emulator version 7.2.19", Some(Version(7, 2))),

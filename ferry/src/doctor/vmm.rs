@@ -229,7 +229,7 @@ mod tests {
     use crate::doctor::check::State;
 
     #[test]
-    fn old_versions_are_told_what_they_lack() {
+    fn old_versions_report_missing_features() {
         let [qemu, libvirt, hypervisor, crosvm] = &VMMS;
         for (vmm, output, lacks) in [
             (qemu, "QEMU emulator version 11.1.3", &[][..]),

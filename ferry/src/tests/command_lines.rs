@@ -152,7 +152,7 @@ fn queues_on_one_cpu() -> (usize, usize) {
 }
 
 #[test]
-fn vmms_are_told_to_ask_for_no_more_queues_than_are_offered_on_one_cpu() {
+fn vmm_recipes_use_at_most_the_offered_queues_on_one_cpu() {
     let (of_shares, of_disks) = queues_on_one_cpu();
     let mut found = 0;
     for (place, text) in

@@ -300,7 +300,7 @@ fn summary(text: &str, pages: &[Page]) -> String {
 }
 
 #[test]
-fn the_reference_is_what_the_table_of_flags_says() {
+fn the_reference_matches_the_table_of_flags() {
     let folder = root().join("docs/reference");
     let summary_file = root().join("docs/SUMMARY.md");
     let pages = pages();

@@ -139,7 +139,7 @@ fn images_of_both_are_listed_shown_and_checked() {
 
 /// What is missing is told as composefs-info missing-objects tells it.
 #[test]
-fn what_is_missing_in_the_store_is_told() {
+fn missing_objects_are_reported() {
     let made = Made::theirs();
     let missing = || {
         let said = text(made.with_store("gc").arg("--dry-run"));
@@ -156,7 +156,7 @@ fn what_is_missing_in_the_store_is_told() {
 
 /// mkcomposefs has options of its own for times and attributes.
 #[test]
-fn what_is_left_out_is_as_mkcomposefs_leaves_it_out() {
+fn exclusions_equal_those_of_mkcomposefs() {
     let place = Made::tree();
     let mut line = tool("mkcomposefs");
     line.args(["--use-epoch", "--skip-xattrs"]).arg(place.at("tree"));
@@ -168,7 +168,7 @@ fn what_is_left_out_is_as_mkcomposefs_leaves_it_out() {
 }
 
 #[test]
-fn what_is_another_in_a_newer_image_is_told() {
+fn differences_of_a_newer_image_are_listed() {
     for made in [Made::ours(), Made::theirs()] {
         let tree = made.place.at("tree");
         let kept_time = |name: &str, change: &dyn Fn(&Path)| {
@@ -298,7 +298,7 @@ fn the_kernel_mounts_both() {
 }
 
 #[test]
-fn mount_composefs_takes_ours() {
+fn mount_composefs_mounts_ferrys_images() {
     let made = Made::ours();
     let mnt = &made.place.mnt;
     let objects = format!("basedir={}", made.place.at("store/objects").display());

@@ -285,7 +285,7 @@ fn mistakes_are_named() {
 }
 
 #[test]
-fn management_programs_find_what_they_expect() {
+fn management_programs_find_the_expected_interface() {
     let folder = tempfile::tempdir().expect("a folder");
     let back_end = folder.path().join("ferry-disk");
     symlink(env!("CARGO_BIN_EXE_ferry"), &back_end).expect("a link");

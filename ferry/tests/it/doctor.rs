@@ -90,7 +90,7 @@ fn text_and_json_agree() {
 }
 
 #[test]
-fn what_a_mount_says_of_its_paths_is_what_the_doctor_says() {
+fn mount_and_doctor_report_the_same_request_paths() {
     needs_fuse!();
     let temporary = tempfile::tempdir().unwrap();
     let (report, _) = report(doctor(&["--for", "mount"]).env("TMPDIR", temporary.path()));
@@ -143,7 +143,7 @@ fn a_machine_that_hides_the_module_is_judged_by_a_mount() {
 }
 
 #[test]
-fn a_user_is_told_what_only_root_has() {
+fn features_for_root_only_are_reported() {
     if !rustix::process::geteuid().is_root() {
         ferry_skip::skip!("needs root, to become another user");
         return;

@@ -63,7 +63,7 @@ const WORDS: [(&str, (bool, bool)); 5] = [
 ];
 
 #[test]
-fn a_9p_servers_set_user_id_programs_and_devices_count_only_where_somebody_says_so() {
+fn a_9p_servers_set_user_id_programs_and_devices_need_a_flag() {
     needs_fuse!();
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
@@ -93,7 +93,7 @@ fn a_9p_servers_set_user_id_programs_and_devices_count_only_where_somebody_says_
 }
 
 #[test]
-fn an_images_set_user_id_programs_and_devices_count_only_where_somebody_says_so() {
+fn an_images_set_user_id_programs_and_devices_need_a_flag() {
     needs_fuse!();
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();

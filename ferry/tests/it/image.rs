@@ -175,7 +175,7 @@ fn a_tree_has_the_same_digest_from_every_store_and_all_take_it() {
 }
 
 #[test]
-fn what_goes_into_an_image_is_chosen() {
+fn build_options_select_the_contents() {
     let made = Made::new();
     let tree = made.place.at("tree");
     fs::create_dir_all(tree.join("cache/kept")).unwrap();
@@ -458,7 +458,7 @@ fn users_have_an_image_mounted_by_our_own_export() {
 
 /// Where the file system has no fs-verity, as that of most test machines: what is believed is said, or the mount refused.
 #[test]
-fn what_the_kernel_cannot_prove_is_said_or_refused() {
+fn data_without_fs_verity_is_reported_or_refused() {
     let made = Made::new();
     let verify = |image: &str| {
         text(ferry().args(["image", "verify"]).arg(made.place.at(image)).arg("--store").arg(made.place.at("store")))

@@ -122,7 +122,7 @@ fn names_that_are_no_text_survive_json() {
 }
 
 #[test]
-fn a_layer_alone_is_built_when_it_is_said_what_becomes_of_its_whiteouts() {
+fn a_single_layer_needs_a_policy_for_whiteouts() {
     let place = Place::new();
     place.write(".wh.gone", 1, 0);
     place.write("file", 1, 5000);
@@ -165,7 +165,7 @@ fn a_store_in_its_own_tree_is_refused_or_left_out() {
 }
 
 #[test]
-fn a_build_mends_what_verify_has_noted() {
+fn a_build_repairs_damage_that_verify_recorded() {
     use std::os::unix::fs::FileExt;
     let place = Place::new();
     place.write("one", 1, 50_000);

@@ -102,7 +102,7 @@ fn is_cached(file: &File) -> bool {
 }
 
 #[test]
-fn what_a_workload_opens_is_recorded_put_first_and_read_ahead() {
+fn opened_files_are_recorded_placed_first_and_read_ahead() {
     let made = Made::new();
     let Some(mounted) = made.mounted() else { return };
     let script = "cat dir/7 dir/2 >out; stat dir/5 >>out; cat dir/2 'a\\name\nin two lines' dir/4 >>out; ls dir >>out";
@@ -158,7 +158,7 @@ fn mounts_by_fuse_are_traced_and_read_ahead() {
 }
 
 #[test]
-fn a_workload_that_fails_and_lists_that_are_none_are_told() {
+fn failed_workloads_and_invalid_lists_are_errors() {
     if !rustix::process::geteuid().is_root() {
         ferry_skip::skip!("only root can trace");
         return;

@@ -135,22 +135,22 @@ fn is_kept(layout: &str, further: &[&str]) {
 }
 
 #[test]
-fn what_is_written_to_an_image_is_kept() {
+fn writes_to_an_image_are_kept() {
     is_kept("flat", &[]);
 }
 
 #[test]
-fn what_is_written_to_an_image_of_composefs_is_kept() {
+fn writes_to_a_composefs_image_are_kept() {
     is_kept("composefs", &[]);
 }
 
 #[test]
-fn what_is_written_to_an_image_on_a_loop_device_is_kept() {
+fn writes_to_an_image_on_a_loop_device_are_kept() {
     is_kept("flat", &["--loop"]);
 }
 
 #[test]
-fn what_is_written_to_an_image_of_composefs_on_a_loop_device_is_kept() {
+fn writes_to_a_composefs_image_on_a_loop_device_are_kept() {
     is_kept("composefs", &["--loop"]);
 }
 

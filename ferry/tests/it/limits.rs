@@ -121,7 +121,7 @@ fn a_running_share_is_limited_by_ferry_set() {
 }
 
 #[test]
-fn a_9p_server_polls_as_long_as_it_is_told() {
+fn a_9p_server_polls_for_the_configured_time() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("s");
     let address = format!("unix:{}", socket.display());

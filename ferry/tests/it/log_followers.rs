@@ -28,7 +28,7 @@ fn end(mut follower: Child) {
 }
 
 #[test]
-fn what_is_logged_is_what_the_followers_that_are_left_wish() {
+fn the_log_level_follows_the_remaining_followers() {
     let folder = tempfile::tempdir().unwrap();
     let (socket, a, b) = (folder.path().join("s"), folder.path().join("a"), folder.path().join("b"));
     std::fs::write(&a, "a").unwrap();

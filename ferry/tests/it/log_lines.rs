@@ -52,7 +52,7 @@ fn readers_of_a_damaged_image_do_not_fill_the_log() {
 }
 
 #[test]
-fn what_another_user_serves_does_nothing_to_roots_terminal() {
+fn log_lines_of_other_users_are_escaped_for_root() {
     if !rustix::process::geteuid().is_root() {
         ferry_skip::skip!("needs root, to run a server as another user");
         return;

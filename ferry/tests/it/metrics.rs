@@ -291,7 +291,7 @@ fn a_mount_in_the_background_serves_metrics() {
 }
 
 #[test]
-fn top_shows_what_happens_in_an_interval() {
+fn top_shows_the_rates_of_an_interval() {
     needs_fuse!();
     let place = Place::new();
     let pid = place.mounted(&["--passthrough", "off", "--cache", "none"]);
@@ -406,7 +406,7 @@ fn the_dashboard_asks_for_metrics_that_exist() {
 }
 
 #[test]
-fn what_clients_hold_is_in_the_metrics() {
+fn metrics_count_what_clients_hold() {
     needs_fuse!();
     let place = Place::new();
     let pid = place.mounted(&["--passthrough", "off"]);

@@ -181,7 +181,7 @@ fn one_source_through_two_exports() {
 }
 
 #[test]
-fn a_file_says_what_to_mount() {
+fn a_file_lists_the_mounts() {
     needs_fuse!();
     let place = Place::new();
     let file = place.at("ferry.toml");
@@ -407,7 +407,7 @@ fn requests_are_logged_on_demand() {
 }
 
 #[test]
-fn what_was_unmounted_is_not_shown_as_mounted() {
+fn status_omits_unmounted_mounts() {
     needs_fuse!();
     let place = Place::new();
     let socket = place.at("s");
@@ -425,7 +425,7 @@ fn what_was_unmounted_is_not_shown_as_mounted() {
 
 /// A server on the terminal of whoever follows it would show each line twice.
 #[test]
-fn what_one_follows_is_not_in_the_servers_own_log() {
+fn followed_lines_are_not_in_the_servers_log() {
     needs_fuse!();
     let place = Place::new();
     let log = place.at("log");
@@ -444,7 +444,7 @@ fn what_one_follows_is_not_in_the_servers_own_log() {
 }
 
 #[test]
-fn two_mounts_of_one_source_are_told_apart() {
+fn two_mounts_of_one_source_are_distinguished() {
     needs_fuse!();
     let (place, other) = (Place::new(), Place::new());
     let log = fs::File::create(place.at("log")).unwrap();

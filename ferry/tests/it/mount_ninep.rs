@@ -111,7 +111,7 @@ fn umount_is_refused_for_open_files_alone_and_at_once() {
 /// What the host does is seen in a mount that would keep what it has seen for a day, at once, and also what it did while the
 /// server was away.
 #[test]
-fn a_mount_of_a_server_with_events_sees_what_the_host_does() {
+fn a_mount_of_a_server_with_events_sees_host_changes() {
     needs_fuse!();
     let place = Place::new();
     let serve = || {
@@ -168,7 +168,7 @@ fn a_mount_of_a_server_with_events_sees_what_the_host_does() {
 
 /// A server of a server's files, in its sandbox, passes on what it is told.
 #[test]
-fn a_chain_of_servers_tells_a_mount_what_the_host_does() {
+fn a_chain_of_servers_reports_host_changes() {
     needs_fuse!();
     let place = Place::new();
     let serve = |source: &str, address: &str| {
@@ -193,7 +193,7 @@ fn a_chain_of_servers_tells_a_mount_what_the_host_does() {
 /// What users of other mounts report: stale bytes under a new length, files that are replaced, empty, removed and made once
 /// more, and readers that keep a file open. In no mode is anything old seen once the new length or name is.
 #[test]
-fn what_other_mounts_of_servers_miss_is_seen() {
+fn mounts_of_servers_with_events_miss_nothing() {
     needs_fuse!();
     // Without file handles the host is watched as without root.
     for (cache, handles) in [("auto", "prefer"), ("always", "prefer"), ("always", "never")] {

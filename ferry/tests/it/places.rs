@@ -220,7 +220,7 @@ fn users_see_changes_on_the_host_at_once() {
 }
 
 #[test]
-fn users_are_told_not_to_mount_inside_the_source() {
+fn mounting_inside_the_source_is_an_error() {
     needs_fuse!();
     let Some((place, program)) = of_nobody() else { return };
     let inner = place.source.join("inner");

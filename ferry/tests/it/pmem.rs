@@ -108,7 +108,7 @@ fn mem_is_in_huge_pages_if_it_is_to_be() {
 }
 
 #[test]
-fn huge_pages_that_change_nothing_are_told() {
+fn ineffective_huge_pages_are_reported() {
     needs_fuse!();
     let place = Place::new();
     let said = |args: &[&str]| {
@@ -169,7 +169,7 @@ fn an_image_is_checked_and_repaired() {
 }
 
 #[test]
-fn what_is_no_image_is_refused_and_left_alone() {
+fn other_files_are_refused_unchanged() {
     let folder = tempfile::tempdir().unwrap();
     let other = folder.path().join("letter");
     let text = "precious ".repeat(1 << 16);

@@ -113,7 +113,7 @@ fn a_mount_is_filled_and_emptied() {
 }
 
 #[test]
-fn a_restarted_server_knows_what_is_there() {
+fn a_restarted_server_counts_existing_files() {
     needs_fuse!();
     let places = Places::new();
     let mut server = places.mount(&["--quota", "1M"]);

@@ -86,12 +86,12 @@ fn what_is_here_is_not_fetched(kind: Kind, layout: &'static str) {
 }
 
 #[test]
-fn only_what_is_missing_is_fetched_from_a_registry() {
+fn only_missing_data_is_fetched_from_a_registry() {
     LAYOUTS.into_iter().for_each(|layout| what_is_here_is_not_fetched(Kind::Oci, layout));
 }
 
 #[test]
-fn only_what_is_missing_is_fetched_from_an_s3_store() {
+fn only_missing_data_is_fetched_from_an_s3_store() {
     LAYOUTS.into_iter().for_each(|layout| what_is_here_is_not_fetched(Kind::S3, layout));
 }
 
@@ -251,7 +251,7 @@ fn flipped_objects_of_composefs_are_found() {
 }
 
 #[test]
-fn who_may_not_is_told_so() {
+fn missing_permission_is_an_error() {
     let place = Place::new();
     place.build();
     if let Some(target) = Target::start(Kind::S3, &place.at("s3")) {
@@ -368,7 +368,7 @@ fn an_image_is_mounted_from_an_s3_store_before_it_is_here() {
 }
 
 #[test]
-fn what_is_kept_is_bounded() {
+fn the_cache_is_bounded() {
     needs_fuse!();
     let place = Place::new();
     let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };
@@ -475,7 +475,7 @@ impl Drop for KernelMount<'_> {
 
 /// On a file system whose files cannot be watched.
 #[test]
-fn what_the_kernel_cannot_wait_for_our_own_mount_does() {
+fn the_fuse_mount_waits_where_the_kernel_cannot() {
     needs_fuse!();
     if !Path::new("/dev/shm").is_dir() {
         ferry_skip::skip!("no tmpfs at /dev/shm");

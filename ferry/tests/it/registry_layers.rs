@@ -245,7 +245,7 @@ fn the_kernel_mounts_layers_before_they_are_here() {
 }
 
 #[test]
-fn what_proves_an_image_of_layers_is_shown() {
+fn info_shows_the_proofs_of_layers() {
     let Some(place) = Place::new() else { return };
     let layers = layers(Format::Estargz);
     place.push(&layers, &["--preserve-digests"]);

@@ -49,7 +49,7 @@ fn serves_also_if_its_parent_ignores_the_end_of_children() {
 
 /// Only with --tag the device tells its guest what to mount.
 #[test]
-fn the_log_says_what_a_guest_mounts() {
+fn the_log_names_the_mounts_of_a_guest() {
     for (flags, words) in [(&[][..], "the device, which needs --tag NAME"), (&["--tag", "work"], "tag=\"work\"")] {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
@@ -255,7 +255,7 @@ fn limits_of_9p_clients_are_kept() {
 }
 
 #[test]
-fn tcp_for_other_machines_has_to_be_asked_for() {
+fn tcp_for_other_machines_needs_a_flag() {
     let text = refused(1, ferry().args(["share", "mem", "--9p", "tcp:0.0.0.0:0"]));
     assert!(text.contains("--9p-remote") && text.contains("other machines"), "{text}");
     let text = refused(2, ferry().args(["share", "mem", "--9p", "unix:s", "mem", "--9p", "unix:s"]));
@@ -409,7 +409,7 @@ fn serves_several_directories() {
 }
 
 #[test]
-fn serves_what_a_file_says() {
+fn serves_the_shares_of_a_file() {
     let folder = tempfile::tempdir().unwrap();
     fs::create_dir(folder.path().join("data")).unwrap();
     let file = folder.path().join("ferry.toml");
@@ -460,7 +460,7 @@ fn refuses_a_socket_in_use() {
 }
 
 #[test]
-fn refuses_what_cannot_be_shared() {
+fn refuses_unshareable_paths() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
     fs::write(&file, "").unwrap();
@@ -505,7 +505,7 @@ fn refuses_a_directory_without_permission() {
 }
 
 #[test]
-fn usage_shows_no_flag_for_what_the_environment_says() {
+fn usage_hides_flags_set_by_the_environment() {
     for args in [&["mount"][..], &["log", "--follow"], &["share"]] {
         let output = run(ferry().env("FERRY_LOG", "debug").args(args));
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -645,7 +645,7 @@ fn each_page_that_a_page_refers_to_exists() {
 }
 
 #[test]
-fn events_that_could_not_be_told_are_refused() {
+fn events_without_a_watch_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (dir, socket) = (folder.path().join("d"), folder.path().join("s"));
     fs::create_dir_all(dir.join("below")).unwrap();

@@ -135,7 +135,7 @@ fn answer(pid: &str, bytes: &[u8]) -> String {
 }
 
 #[test]
-fn garbage_on_the_control_socket_gets_an_error_and_harms_nobody() {
+fn invalid_requests_on_the_control_socket_get_errors() {
     if !rustix::process::geteuid().is_root() {
         ferry_skip::skip!("needs root, whose sockets are in /run/ferry");
         return;

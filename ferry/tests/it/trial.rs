@@ -171,7 +171,7 @@ fn watched_in_guest(flags: &[&str], limit: Duration) -> (String, String) {
 
 /// The agent runs without being asked for: a program of the guest sees what this host does.
 #[test]
-fn watchers_in_the_guest_see_what_the_host_does() {
+fn watchers_in_the_guest_see_host_changes() {
     if Command::new("inotifywait").arg("--help").stdout(Stdio::null()).status().is_err() {
         return ferry_skip::skip!("no inotifywait: apt-get install inotify-tools");
     }

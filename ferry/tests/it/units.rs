@@ -82,7 +82,7 @@ fn systemd_takes_the_units() {
 
 /// Mounts of the service are the host's, and whatever its program needs is left to it.
 #[test]
-fn no_unit_takes_what_its_server_needs() {
+fn units_allow_what_their_servers_need() {
     for unit in units() {
         let text = fs::read_to_string(&unit).unwrap();
         let set: Vec<_> = text.lines().filter_map(|line| line.split_once('=')).map(|(name, _)| name).collect();

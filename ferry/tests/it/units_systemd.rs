@@ -219,7 +219,7 @@ const EXPECTED_OF_NODE: &str = "\
 /// As dist/kubernetes does it.
 #[test]
 #[ignore = "long: boots systemd"]
-fn systemd_starts_what_is_installed_on_a_node() {
+fn systemd_starts_the_installed_unit_on_a_node() {
     let programs = Path::new(env!("CARGO_BIN_EXE_ferry")).parent().unwrap();
     if !programs.join("ferry-snapshotter").exists() {
         return ferry_skip::skip!("no {}/ferry-snapshotter: cargo build -p ferry-snapshotter", programs.display());

@@ -297,7 +297,7 @@ fn mistakes_are_one_sentence() {
 
 /// The device of a program tells its tag to a guest that asks, and the program says so where it has none.
 #[test]
-fn a_program_without_a_tag_says_who_needs_one() {
+fn a_program_without_a_tag_names_the_vmms_that_need_one() {
     let folder = tempfile::tempdir().unwrap();
     for (flags, lines) in [(&[][..], 2), (&["--tag", "greeting"], 1)] {
         let socket = folder.path().join("s");

@@ -482,8 +482,8 @@ fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_sho
 
 /// A program that a file names is asked each time; what it says is never shown.
 #[test]
-fn credential_helpers_are_asked() {
-    let name = "credential_helpers_are_asked";
+fn credential_helpers_are_called() {
+    let name = "credential_helpers_are_called";
     let folder = tempfile::tempdir().unwrap();
     let script = "#!/bin/sh\nread server\ncase $1-$server in\n\
         get-127.0.0.1:*) echo '{\"Username\": \"user\", \"Secret\": \"word\"}';;\n\

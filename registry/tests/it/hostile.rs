@@ -472,7 +472,7 @@ fn a_server_that_falls_silent_in_a_long_reply_is_a_timeout() {
 }
 
 #[test]
-fn a_deadline_ends_what_is_under_way() {
+fn a_deadline_ends_running_requests() {
     let place = Place::new();
     place.fake.fault(|_, reply| Reply { way: Way::Silence, ..reply });
     let reference = format!("oci:{}/a/b:1", place.fake.address).parse().unwrap();

@@ -48,7 +48,7 @@ fn paths(requests: &[Request]) -> Vec<&str> {
 
 /// awslabs/soci-snapshotter pull request 2083: layers came from the registry itself.
 #[test]
-fn mirrors_are_asked_first_and_the_registry_has_the_rest() {
+fn mirrors_are_tried_before_the_registry() {
     let place = Place::new();
     let mirror = Fake::start();
     let hosts = place.at("certs.d");
@@ -128,7 +128,7 @@ fn headers_are_kept_from_other_servers() {
 
 /// A mirror that sends the wrong manifest is not believed; one that stops in the middle of a blob is continued by the registry.
 #[test]
-fn what_a_mirror_breaks_the_registry_mends() {
+fn the_registry_completes_what_a_mirror_interrupts() {
     let place = Place::new();
     let hosts = place.at("certs.d");
     let mirror = Fake::start();
@@ -145,7 +145,7 @@ fn what_a_mirror_breaks_the_registry_mends() {
 
 /// Each blob in turn, an index or a pack, is damaged on a mirror, and comes whole from the next server.
 #[test]
-fn what_a_mirror_damages_is_asked_of_the_next_server() {
+fn damaged_data_of_a_mirror_is_fetched_from_the_next_server() {
     let place = Place::new();
     let hosts = place.at("certs.d");
     let mirror = Fake::start();

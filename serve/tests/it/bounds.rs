@@ -64,7 +64,7 @@ fn client(options: &ShareOptions) -> Client {
 }
 
 #[test]
-fn a_listing_is_no_longer_than_anybody_needs() {
+fn listings_are_bounded() {
     let mut client = client(&ShareOptions::default());
     let at = DirRange { ino: Ino::ROOT, handle: Handle(0), offset: 0, plus: false };
     for (room, expected) in [(4096, 4096), (1 << 20, 1 << 20), (64 << 20, 1 << 20)] {
@@ -79,7 +79,7 @@ fn a_listing_is_no_longer_than_anybody_needs() {
 
 /// Sources make room for what they are asked for: a chain whose descriptors have the same memory costs its client nothing.
 #[test]
-fn no_source_is_asked_for_more_than_was_agreed_on() {
+fn requests_beyond_the_negotiated_limits_never_reach_a_source() {
     let source = Arc::new(Endless::default());
     let mut client =
         Client::new(Arc::clone(&source) as Arc<dyn FileSystem>, &ShareOptions::default(), SessionSlot::default());
@@ -130,7 +130,7 @@ fn a_client_has_no_more_open_than_it_may() {
 }
 
 #[test]
-fn who_has_not_agreed_on_acls_sees_and_makes_none() {
+fn without_negotiated_acls_none_are_visible() {
     for (posix_acl, is_there) in [(Acl::Never, false), (Acl::Auto, true)] {
         let mut client = client(&ShareOptions { posix_acl, ..ShareOptions::default() });
         for (name, expected) in [

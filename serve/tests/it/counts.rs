@@ -81,7 +81,7 @@ impl Sender {
 }
 
 #[test]
-fn what_cannot_be_decoded_is_counted_and_is_no_operation() {
+fn invalid_requests_are_counted_separately() {
     let mut sender = Sender::new(Arc::new(One::default()));
     for (count, request) in [(1, vec![]), (2, vec![1; 3]), (3, vec![0xff; 40]), (4, vec![0; 4096])] {
         sender.send(request);
@@ -104,7 +104,7 @@ fn an_init_is_counted_with_its_outcome() {
 }
 
 #[test]
-fn what_a_client_holds_is_counted_until_it_gives_it_back() {
+fn held_resources_are_counted_until_release() {
     let source = Arc::new(One::default());
     let mut sender = Sender::new(Arc::clone(&source) as Arc<dyn FileSystem>);
     assert_eq!(sender.share.usage(), Usage::default());

@@ -186,7 +186,7 @@ fn numbers_that_a_guest_makes_up_lead_nowhere() {
 
 /// What a client does not know, and what it did itself, it is not told.
 #[test]
-fn only_what_others_do_to_what_the_client_knows_is_told() {
+fn events_cover_other_clients_changes_of_known_inodes() {
     let (mut client, source) = client(true);
     assert_eq!(wait(&mut client), (true, vec![]));
     let own = client.session.current().unwrap().id();
@@ -298,7 +298,7 @@ fn caches_last_while_an_agent_asks() {
 
 /// A source that publishes changes and no events: what they say is told.
 #[test]
-fn changes_are_told_as_events() {
+fn changes_are_reported_as_events() {
     let (mut client, source) = client(true);
     assert_eq!(wait(&mut client), (true, vec![]));
     assert!(matches!(client.ask(Ino::ROOT, Operation::Lookup { name: name(b"there") }), Answer::Reply(_)));
@@ -326,7 +326,7 @@ fn changes_are_told_as_events() {
 
 /// An agent that is killed between the announcement and the call leaves the event to the next one.
 #[test]
-fn what_a_killed_agent_has_not_replayed_the_next_one_does() {
+fn the_next_agent_replays_what_a_killed_one_left() {
     let (mut client, source) = client(true);
     assert_eq!(wait(&mut client), (true, vec![]));
     let dir = Ino::ROOT;
@@ -394,7 +394,7 @@ fn an_agent_that_floods_the_server_has_one_request() {
 
 /// A million events, of which an agent takes none: it is told that they are lost, and all is told again from then on.
 #[test]
-fn an_agent_that_never_announces_loses_what_is_too_much() {
+fn an_agent_that_never_announces_loses_excess_events() {
     let (mut client, source) = client(true);
     assert_eq!(wait(&mut client), (true, vec![]));
     let create = |number: u32| {

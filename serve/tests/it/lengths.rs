@@ -105,7 +105,7 @@ fn options(cache: Cache) -> ShareOptions {
 }
 
 #[test]
-fn who_believes_in_another_length_asks_before_it_opens() {
+fn a_client_with_a_stale_length_must_look_up_before_open() {
     let (mut client, source) = client(Growing::default(), &options(Cache::Auto));
     assert!(is_opened(&mut client), "it was told so");
     for tell in [look_up as fn(&mut Client), ask_for_attributes, list] {
@@ -144,7 +144,7 @@ fn a_file_that_grows_all_the_time_is_opened_at_the_second_try() {
 
 /// As Linux opens it for an ioctl, which would fail: it looks for no path again.
 #[test]
-fn what_is_opened_without_a_path_is_never_refused() {
+fn opens_without_a_path_are_never_refused() {
     let (mut client, source) = client(Growing::default(), &options(Cache::Auto));
     source.grow();
     assert!(matches!(open(&mut client, OFlags::empty()), Answer::Reply(_)));
@@ -152,7 +152,7 @@ fn what_is_opened_without_a_path_is_never_refused() {
 }
 
 #[test]
-fn who_changes_a_length_itself_need_not_ask() {
+fn own_length_changes_need_no_lookup() {
     let (mut client, source) = client(Growing::default(), &options(Cache::Auto));
     let write = |client: &mut Client| {
         let (handle, flags) = (Handle(1), OFlags::WRONLY);

@@ -137,7 +137,7 @@ fn ask(liar: Liar, operation: Operation<'_>) -> (Answer, Vec<u64>) {
 }
 
 #[test]
-fn what_cannot_be_is_an_error() {
+fn impossible_values_are_errors() {
     let file = Attr { mode: 0o100_644, ..DIR };
     let copy = CopyRange { from: (Ino(1), Handle(0), 0), to: (Ino(1), Handle(0), 0), len: 10 };
     let lookup = Operation::Lookup { name: name("x") };
@@ -243,7 +243,7 @@ fn listings_stay_within_their_room_and_every_reference_is_accounted_for() {
 }
 
 #[test]
-fn what_the_client_does_not_get_to_know_is_given_back() {
+fn undelivered_references_are_released() {
     let file = Attr { mode: 0o100_644, ..DIR };
     let new = CreateArgs { mode: 0o100_644, ..CreateArgs::default() };
     let create = Operation::Create { name: name("x"), new, flags: OFlags::RDWR, clear_privileges: false };

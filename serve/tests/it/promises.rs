@@ -162,7 +162,7 @@ fn a_write_waits_for_a_device_only_where_it_leads_there() {
 
 /// Linux takes any success of a write from its page cache for the whole.
 #[test]
-fn a_part_of_what_comes_from_the_page_cache_is_an_error() {
+fn a_short_write_from_the_page_cache_is_an_error() {
     let flags = OFlags::RDWR;
     let range =
         IoRange { ino: FILE, handle: Handle(1), offset: 5, len: 3, flags, clear_privileges: false, owner: None };
@@ -317,7 +317,7 @@ fn all_opens_of_an_inode_share_one_backing_file() {
 }
 
 #[test]
-fn where_others_are_told_of_each_write_the_server_makes_them() {
+fn writes_with_notification_go_through_the_server() {
     let kernel = Arc::new(Kernel { readers_only: true, ..Kernel::default() });
     let (_, mut client) = passing(&kernel, &ShareOptions::default(), InitFlags::PASSTHROUGH);
     let by_server = OpenFlags::PASSTHROUGH | OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES;
@@ -341,7 +341,7 @@ fn where_others_are_told_of_each_write_the_server_makes_them() {
 
 /// FLUSH gives locks back, and tells what became of what was stored through a mapping.
 #[test]
-fn a_close_is_told_of_where_that_tells_something() {
+fn flush_is_sent_only_where_it_matters() {
     for (constant, local_locks) in [(false, false), (false, true), (true, false), (true, true)] {
         let options = ShareOptions { local_locks, ..ShareOptions::default() };
         let kernel = Arc::new(Kernel::default());
@@ -380,7 +380,7 @@ fn a_single_client_keeps_its_locks_and_closes_alone() {
 }
 
 #[test]
-fn what_the_kernel_refuses_is_served_plainly() {
+fn features_that_the_kernel_refuses_are_not_used() {
     // Whether the kernel is asked again for the next file.
     for (errno, again) in
         [(Errno::PERM, false), (Errno::OPNOTSUPP, false), (Errno::LOOP, true), (Errno::OVERFLOW, true)]
@@ -498,7 +498,7 @@ impl FileSystem for Listed {
 }
 
 #[test]
-fn what_is_agreed_on_follows_the_options() {
+fn negotiation_follows_the_options() {
     let plain = ShareOptions::default();
     let agreed =
         |options: ShareOptions| Client::new(Arc::new(Listed(true)), &options, SessionSlot::default()).negotiated;
@@ -517,7 +517,7 @@ fn what_is_agreed_on_follows_the_options() {
 }
 
 #[test]
-fn where_acls_are_demanded_nobody_mounts_without() {
+fn required_acls_prevent_mounts_without_them() {
     let options = ShareOptions { posix_acl: Acl::Always, ..ShareOptions::default() };
     let session = |has_acls, flags| {
         let client = Client::offering(flags, Arc::new(Listed(has_acls)), &options, SessionSlot::default());

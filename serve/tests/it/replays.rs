@@ -223,7 +223,7 @@ fn a_whiteout_does_not_take_the_place_of_the_file_that_left_it() {
 }
 
 #[test]
-fn a_name_that_somebody_has_given_to_another_file_meanwhile_is_not_taken_from_it() {
+fn a_repeated_removal_spares_a_new_file_with_the_name() {
     let rename = |flags| Operation::Rename { name: name(b"a"), new_dir: Ino::ROOT, new_name: name(b"b"), flags };
     let once = [
         Operation::Unlink { name: name(b"a") },
@@ -256,7 +256,7 @@ fn a_name_that_is_still_there_is_taken_away() {
 }
 
 #[test]
-fn what_was_made_gets_the_label_that_it_had_not_yet() {
+fn a_repeated_create_sets_a_missing_label() {
     let mut contexts = Vec::new();
     append_security_context(&mut contexts, LABEL.0, LABEL.1);
     let tree = Arc::new(Tree::default());
@@ -267,7 +267,7 @@ fn what_was_made_gets_the_label_that_it_had_not_yet() {
 }
 
 #[test]
-fn what_was_made_for_nobody_to_write_is_open_for_writing() {
+fn a_repeated_create_opens_a_read_only_file_for_writing() {
     let flags = OFlags::RDWR | OFlags::EXCL;
     let new = CreateArgs { mode: 0o444, umask: 0, rdev: 0 };
     let operation = Operation::Create { name: name(b"object"), new, flags, clear_privileges: false };
@@ -287,7 +287,7 @@ fn create(flags: OFlags) -> Operation<'static> {
 }
 
 #[test]
-fn what_may_be_anothers_is_not_opened_for_who_asks_to_make_it_again() {
+fn a_repeated_create_does_not_open_a_foreign_file() {
     for (flags, error) in [(OFlags::EXCL, Errno::EXIST), (OFlags::empty(), Errno::STALE)] {
         let tree = || Arc::new(Tree { caller: 7, ..Tree::default() });
         let answer = asked_again(&tree(), &[], create(flags), || ());
@@ -301,7 +301,7 @@ fn what_may_be_anothers_is_not_opened_for_who_asks_to_make_it_again() {
 }
 
 #[test]
-fn what_is_there_already_is_looked_up_again() {
+fn a_repeated_create_looks_up_an_existing_file() {
     let tree = Arc::new(Tree::default());
     tree.add(b"object", REGULAR | 0o600);
     let mut client = Client::new(tree, &ShareOptions::default(), SessionSlot::default());

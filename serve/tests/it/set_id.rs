@@ -148,7 +148,7 @@ fn stat(client: &mut Client) -> Duration {
 
 /// A client's kernel that executes a file by the mode that it keeps would go on to honour bits that a write has cleared.
 #[test]
-fn attributes_of_set_id_files_are_kept_by_nobody() {
+fn attributes_of_set_id_files_are_never_cached() {
     let name = Name::new(b"one").unwrap();
     let new = CreateArgs { mode: REGULAR | 0o755, ..CreateArgs::default() };
     for (mode, expected) in [
@@ -207,7 +207,7 @@ fn writes_to_set_id_files_come_to_the_server() {
 
 /// The kernel opens the backing file with the client's flags, and `fcntl` changes only the client's file.
 #[test]
-fn what_is_opened_for_appending_is_written_by_the_server() {
+fn appends_are_written_by_the_server() {
     let one = One::new(REGULAR | 0o644);
     let client = &mut client(&one, true);
     assert_eq!(open(client, OFlags::WRONLY | OFlags::APPEND), BY_SERVER);

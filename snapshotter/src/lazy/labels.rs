@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_name_registries_and_what_is_below_a_repository() {
+    fn lists_match_registries_and_repositories_below_a_path() {
         let list = |entries: &[&str]| entries.iter().map(|entry| (*entry).to_owned()).collect::<Vec<_>>();
         for (entries, repository, expected) in [
             (&["*"][..], "h/a", true),

@@ -295,7 +295,7 @@ fn an_unpacked_layer_is_committed_or_removed_and_nothing_else() {
 }
 
 #[test]
-fn what_is_not_a_layer_of_an_empty_snapshot_is_refused_and_leaves_nothing() {
+fn only_layers_for_empty_snapshots_are_unpacked() {
     let Some(mut server) = start("require", "c-root") else { return };
     let mut client = server.client();
     let folder = tempfile::tempdir().unwrap();

@@ -22,7 +22,7 @@ use crate::toc_layers::{FORMATS, Format, Writer, sha256};
 /// containerd/stargz-snapshotter pull request 134, containerd/nydus-snapshotter issue 106: a restart ended the mounts; and
 /// containerd/stargz-snapshotter issue 1393: mounts stayed when images were removed.
 #[test]
-fn layers_are_read_before_they_are_here_and_nobody_notices_kills() {
+fn lazy_layers_are_readable_and_survive_kills() {
     if !can_mount() {
         return;
     }
@@ -148,7 +148,7 @@ fn a_process_that_died_is_started_again() {
 }
 
 #[test]
-fn what_is_complete_needs_no_registry() {
+fn complete_images_need_no_registry() {
     if !can_mount() {
         return;
     }
@@ -174,7 +174,7 @@ fn what_is_complete_needs_no_registry() {
 
 /// What is here is read without the registry, and what is not is an error, not zeros.
 #[test]
-fn a_registry_that_goes_away_costs_only_what_is_missing() {
+fn an_unreachable_registry_affects_only_missing_data() {
     if !can_mount() {
         return;
     }
@@ -562,7 +562,7 @@ fn registries_are_reached_by_hosts_files_and_credentials() {
 
 /// What a mirror sends damaged, also if it stops after that, comes from the next server.
 #[test]
-fn what_a_mirror_sends_damaged_is_asked_of_the_next_server() {
+fn damaged_data_of_a_mirror_comes_from_the_next_server() {
     if !can_mount() {
         return;
     }

@@ -159,7 +159,7 @@ fn kills(rounds: usize) {
 }
 
 #[test]
-fn a_container_reads_on_after_kills_and_never_reads_what_is_wrong() {
+fn a_container_survives_kills_and_never_reads_wrong_data() {
     if can_mount() {
         kills(20);
     }

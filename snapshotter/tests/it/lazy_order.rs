@@ -144,7 +144,7 @@ impl Drop for Recorder {
 
 /// awslabs/soci-snapshotter issues 749, 1768, dragonflyoss/nydus issue 807: which files a start needs is known by its workload only.
 #[test]
-fn what_a_container_opened_is_fetched_first_at_its_next_start() {
+fn recorded_files_are_fetched_first_at_the_next_start() {
     if !can_mount() {
         return;
     }
@@ -236,7 +236,7 @@ fn a_container_that_runs_is_recorded_by_its_id_or_the_beginning_of_it() {
 
 /// awslabs/soci-snapshotter issue 87, containerd/stargz-snapshotter pull requests 47 and 2216: readers, or the start, waited for it.
 #[test]
-fn nobody_waits_for_what_is_fetched_first() {
+fn prefetching_delays_no_reader() {
     if !can_mount() {
         return;
     }

@@ -229,7 +229,7 @@ fn layers(server: &Server, client: &mut Client) -> Vec<u64> {
 }
 
 #[test]
-fn it_shows_what_overlayfs_shows_of_the_layers() {
+fn a_merged_image_equals_overlayfs() {
     let Some(mut server) = server() else { return };
     let mut client = server.client();
     let ids = layers(&server, &mut client);
@@ -347,7 +347,7 @@ fn it_is_made_once_and_used_on() {
 
 /// What a killed process left: a part, an image that is not recorded, and a mount of another one.
 #[test]
-fn what_is_not_recorded_is_removed() {
+fn unrecorded_images_are_removed() {
     let Some(mut server) = server() else { return };
     let mut client = server.client();
     let ids = layers(&server, &mut client);

@@ -159,7 +159,7 @@ fn lists_are_filtered() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_calls_are_refused() {
     if !can_mount() {
         return;
     }

@@ -117,7 +117,7 @@ fn unpack(server: &Server, client: &mut Client, (name, parent): (&str, &str), pl
 }
 
 #[test]
-fn layers_of_every_oddity_show_what_tar_unpacks() {
+fn odd_layers_equal_what_tar_unpacks() {
     let long = "n".repeat(255);
     for images in ["never", "require"] {
         let Some(mut server) = start(images, "c-root") else { return };

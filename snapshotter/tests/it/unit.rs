@@ -39,7 +39,7 @@ fn the_unit_keeps_mounts_where_they_are_seen() {
 }
 
 #[test]
-fn the_service_manager_is_told_when_calls_are_answered() {
+fn the_service_manager_is_notified_when_the_server_is_ready() {
     if !can_mount() {
         return;
     }

@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn one_user_is_everybody() {
+    fn one_user_can_stand_for_all() {
         let ids = Ids::of_one(1000);
         assert_eq!((ids.to_host(0), ids.to_host(4000), ids.to_host(NOBODY)), (Some(1000), Some(1000), Some(NOBODY)));
         assert_eq!((ids.to_client(1000), ids.to_client(0), ids.to_client(33)), (0, OVERFLOW, 33));

@@ -259,7 +259,7 @@ mod tests {
         }
 
         #[test]
-        fn what_a_client_sets_it_sees(name in "[a-z]{1,5}\\.[a-z]{1,9}", key in "[a-z]{0,3}") {
+        fn attributes_round_trip_for_a_client(name in "[a-z]{1,5}\\.[a-z]{1,9}", key in "[a-z]{0,3}") {
             let map = map(&format!(":map:{key}:user.virtiofs.:"));
             if let Ok(here) = map.to_host(name.as_bytes()) {
                 prop_assert_eq!(map.to_client(&here), Some(name.as_bytes()));

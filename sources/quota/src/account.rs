@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_corrects_what_no_request_explains() {
+    fn a_count_corrects_unexplained_differences() {
         let account = Account::new(1000);
         account.settle(0, 100);
         let before = account.balance();

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn holes_are_what_has_no_storage() {
+    fn ranges_without_storage_are_holes() {
         let found = |file: &std::fs::File, range| {
             let holes = holes(file, range).unwrap();
             holes.into_iter().map(|hole| (hole.start, hole.end)).collect::<Vec<_>>()

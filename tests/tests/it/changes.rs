@@ -405,7 +405,7 @@ fn mounts_and_9p_addresses_come_and_go() {
 /// Other flags need another server: in place of the one that no client uses, or of any with force; and if it cannot start, the one before
 /// is back.
 #[test]
-fn other_flags_replace_a_server_that_nobody_uses() {
+fn other_flags_replace_an_unused_server() {
     if !is_root() {
         return;
     }
@@ -460,7 +460,7 @@ fn other_flags_replace_a_server_that_nobody_uses() {
 
 /// A directory that was shared can be unmounted, and clients that come in the middle of its removal do no harm.
 #[test]
-fn what_was_removed_is_not_held_any_more() {
+fn removed_shares_leave_no_descriptors() {
     if !is_root() {
         return;
     }
@@ -496,7 +496,7 @@ fn what_was_removed_is_not_held_any_more() {
 
 /// Only the user and root reach a manager, which acts with the rights of its user, whoever asks.
 #[test]
-fn nobody_changes_what_another_user_serves() {
+fn servers_of_other_users_cannot_be_changed() {
     if !is_root() {
         return;
     }

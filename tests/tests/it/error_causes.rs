@@ -55,7 +55,7 @@ fn no_error_tells_its_cause_twice() {
 }
 
 #[test]
-fn causes_that_are_told_twice_are_found() {
+fn duplicate_causes_are_found() {
     let unnamed = "#[error(\"no socket: {0}\")]\nSocket(#[from] io::Error),\n";
     let named = "#[error(\"no socket: {source}\")]\nSocket {\n/// Why.\nsource: io::Error,\n},\n";
     let short = "#[error(\"no socket: {source}\")]\nSocket { source: io::Error },\n";

@@ -288,7 +288,7 @@ fn a_new_and_a_removed_file_are_seen() {
 
 /// Each kind of operation, on its own: the guest's events are those of the host, in the same order.
 #[test]
-fn each_operation_is_seen_as_what_it_is() {
+fn each_operation_has_its_event() {
     each_operation(Watched::new, &[]);
 }
 
@@ -300,7 +300,7 @@ fn each_operation_is_seen_by_inotify() {
 
 #[test]
 #[ignore = "long: make test-all"]
-fn a_stock_kernel_sees_each_operation_as_what_it_is() {
+fn each_operation_has_its_event_in_a_stock_kernel() {
     each_operation(Watched::in_qemu, &[]);
 }
 
@@ -393,7 +393,7 @@ fn replays_never_change_the_tree_of_the_host() {
 /// in a new directory, directories that are published by a symbolic link, files that are replaced or removed on the host
 /// and made once more in the guest.
 #[test]
-fn what_other_shares_miss_is_seen() {
+fn shares_with_events_miss_nothing() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Always) else { return };
     for name in ["replaced", "gone"] {
@@ -429,7 +429,7 @@ fn what_other_shares_miss_is_seen() {
 
 /// A guest remembers that names are absent. Here it looks at them when they have gone on the host, and the agent has not heard of it.
 #[test]
-fn what_happened_to_names_that_a_guest_takes_for_absent_is_seen() {
+fn events_of_negatively_cached_names_are_seen() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Always) else { return };
     for name in ["gone", "changed", "old"] {

@@ -127,7 +127,7 @@ fn an_agent_costs_nothing_when_nothing_happens() {
 
 /// What the kernel has cached of the share is dropped when events may have been missed, and only that.
 #[test]
-fn only_what_is_cached_of_the_share_is_dropped() {
+fn only_caches_of_the_share_are_dropped() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Always) else { return };
     for number in 0..1000 {

@@ -130,7 +130,7 @@ fn counter(watched: Option<Watched>, what: &str, reads: usize) {
 }
 
 #[test]
-fn a_guest_never_reads_what_was_before() {
+fn a_guest_never_reads_old_data() {
     let _alone = alone();
     counter(Watched::new(Cache::Always), "one directory", 10_000);
     counter(Some(Watched::mem(Cache::Always)), "one source in memory", 10_000);
@@ -138,7 +138,7 @@ fn a_guest_never_reads_what_was_before() {
 
 #[test]
 #[ignore = "long: make test-all"]
-fn a_guest_never_reads_what_was_before_for_long() {
+fn a_guest_does_not_read_old_data_for_long() {
     let _alone = alone();
     counter(Watched::new(Cache::Always), "one directory", 100_000);
     counter(Some(Watched::mem(Cache::Always)), "one source in memory", 100_000);

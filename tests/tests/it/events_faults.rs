@@ -128,7 +128,7 @@ fn flood(dir: &Path, count: usize) {
 
 /// While the server's watcher is held up, more happens than the host's kernel keeps: the guest finds what is there all the same.
 #[test]
-fn what_was_lost_is_found() {
+fn lost_events_are_recovered() {
     const MANY: usize = 200_000;
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Always) else { return };
@@ -200,7 +200,7 @@ fn a_stopped_machine_catches_up() {
 
 /// Also if more has happened than the server keeps for it.
 #[test]
-fn a_suspended_guest_forgets_what_it_has_missed() {
+fn a_suspended_guest_drops_its_caches() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Always) else { return };
     let script = cached(&watched);

@@ -107,7 +107,7 @@ fn is_installed(program: &str, package: &str) -> bool {
 
 /// `tail` polls on FUSE, so a length that is cached would never change.
 #[test]
-fn tail_follows_what_the_host_appends() {
+fn tail_follows_appends_of_the_host() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Always) else { return };
     fs::write(watched.path("d/log"), "0\n").unwrap();
@@ -123,7 +123,7 @@ fn tail_follows_what_the_host_appends() {
 
 /// `make` compares times that the guest has cached.
 #[test]
-fn make_rebuilds_what_the_host_edits() {
+fn make_rebuilds_after_edits_of_the_host() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Always) else { return };
     fs::write(watched.path("d/Makefile"), "/tmp/out: in\n\tcat in >/tmp/out; cat /tmp/out >>/tmp/built\n").unwrap();
@@ -147,7 +147,7 @@ fn make_rebuilds_what_the_host_edits() {
 
 /// A repository whose index and whose files the guest has cached; with git's own monitor, if this git has one for Linux.
 #[test]
-fn git_status_sees_what_the_host_edits() {
+fn git_status_sees_edits_of_the_host() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Always) else { return };
     let make = "git init -q; git config user.name n; git config user.email e; mkdir sub; echo one >a; echo two >sub/b; echo three >c
@@ -173,7 +173,7 @@ fn git_status_sees_what_the_host_edits() {
 
 /// The shape of a development server: it reads a file anew when its watcher tells of it.
 #[test]
-fn a_node_server_reloads_what_the_host_edits() {
+fn a_node_server_reloads_after_edits_of_the_host() {
     let _alone = alone();
     if !is_installed("node", "nodejs") {
         return;
@@ -211,7 +211,7 @@ const EDITS: &str =
     "echo more >>file; s; chmod 600 file; s; mv file moved; s; rm moved; s; mkdir sub; s; rmdir sub; s; : >end";
 
 #[test]
-fn inotifywait_tells_what_the_host_does() {
+fn inotifywait_reports_host_changes() {
     let _alone = alone();
     if !is_installed("inotifywait", "inotify-tools") {
         return;
@@ -241,7 +241,7 @@ fn inotifywait_tells_what_the_host_does() {
 }
 
 #[test]
-fn fanotify_tells_what_the_host_does() {
+fn fanotify_reports_host_changes() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Auto) else { return };
     fs::write(watched.path("d/file"), "first\n").unwrap();

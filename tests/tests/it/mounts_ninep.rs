@@ -41,7 +41,7 @@ fn pattern(seed: u32, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn an_open_sees_what_another_mount_has_closed() {
+fn an_open_sees_files_closed_on_another_mount() {
     let modes = [
         ("ninep_devfuse_none", Duration::ZERO),
         ("ninep_devfuse", AGED),

@@ -57,7 +57,7 @@ fn with_flock(log: &'static str) -> (Survivor, Driver, PathBuf) {
 }
 
 #[test]
-fn a_server_reports_what_stays_at_its_end() {
+fn a_server_reports_remaining_state_at_its_end() {
     let (mut server, guest, path) = with_flock("info");
     let said = server.end_by(Signal::TERM);
     let last = said.lines().last().unwrap();

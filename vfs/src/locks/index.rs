@@ -180,7 +180,7 @@ mod tests {
     proptest! {
         /// Compares with a linear search. Ranges may overlap here, unlike those of a lock table.
         #[test]
-        fn searches_find_what_a_linear_search_finds(
+        fn searches_equal_a_linear_search(
             held in prop::collection::btree_map((0..20_u64, 0..4_u64), (0..10_u64, any::<bool>()), 0..40),
             queries in prop::collection::vec((0..24_u64, 0..24_u64, any::<bool>(), prop::option::of(0..4_u64)), 1..40),
         ) {

@@ -39,7 +39,7 @@ fn memory_is_as_large_as_it_must_be_and_not_trusted() {
 }
 
 #[test]
-fn what_the_driver_has_set_is_kept_where_there_is_room() {
+fn driver_settings_are_kept_if_there_is_room() {
     let (kept, file) = Area::make(&VhostUserInflight::new(0, 0, 2, 64), 2).unwrap();
     let open = |bytes| {
         let mut kept = kept;
@@ -112,7 +112,7 @@ fn memory_of_another_ring_or_version_is_not_taken_for_this_ones() {
 }
 
 #[test]
-fn the_length_of_a_chain_is_what_it_was_when_it_was_found() {
+fn the_length_of_a_chain_is_read_once() {
     let region = area(1, 4).region(0).unwrap();
     let open = || PackedLog::open(region.clone(), 4, Place::FRESH, |_| Some(true)).unwrap();
     let descriptor = crate::packed::Descriptor::default();

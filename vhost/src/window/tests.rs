@@ -50,7 +50,7 @@ fn front(mut line: UnixStream, mut answer: impl FnMut(&mut UnixStream, u32) + Se
 }
 
 #[test]
-fn what_is_mapped_is_known_until_it_is_unmapped() {
+fn mappings_are_known_until_they_are_unmapped() {
     let (window, line) = window(REPLY_WITHIN, NOT_LONG);
     front(line, |line, code| reply(line, code, 0));
     let file = memfd(1 << 20);
@@ -113,7 +113,7 @@ fn a_front_end_that_tells_late_is_waited_for_from_then_on() {
 }
 
 #[test]
-fn what_the_front_end_waits_for_does_not_make_it_late() {
+fn a_wait_of_the_front_end_is_not_a_delay() {
     let (window, line) = window(REPLY_WITHIN, NOT_LONG);
     let file = memfd(1 << 20);
     let told = AddedRegion { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
@@ -131,7 +131,7 @@ fn what_the_front_end_waits_for_does_not_make_it_late() {
 }
 
 #[test]
-fn a_mapping_that_is_not_told_of_is_undone() {
+fn a_mapping_without_a_region_is_reverted() {
     let patience = Duration::from_millis(500);
     let (window, line) = window(patience, patience);
     let file = memfd(1 << 20);
@@ -169,7 +169,7 @@ fn a_refusal_is_for_one_mapping_only() {
 }
 
 #[test]
-fn a_front_end_that_talks_nonsense_is_not_asked_again() {
+fn a_front_end_with_invalid_replies_gets_no_more_requests() {
     let file = memfd(1 << 20);
     let lost = |window: &Window| {
         assert!(matches!(window.map(file.as_fd(), PART), Err(WindowError::Lost)));
@@ -197,7 +197,7 @@ fn a_front_end_that_talks_nonsense_is_not_asked_again() {
 }
 
 #[test]
-fn nobody_waits_for_a_front_end_that_is_gone() {
+fn a_lost_front_end_ends_all_waits() {
     let (window, _line) = window(REPLY_WITHIN, NOT_LONG);
     let begun = Instant::now();
     let mine = Arc::clone(&window);
@@ -251,7 +251,7 @@ fn answers_to_the_server_before_are_passed_over() {
 }
 
 #[test]
-fn what_the_server_before_had_mapped_is_known() {
+fn mappings_of_the_previous_server_are_known() {
     let (window, _line) = window(REPLY_WITHIN, NOT_LONG);
     let file = memfd(1 << 20);
     window.adopt(PART.window_offset, file.as_fd()).unwrap();

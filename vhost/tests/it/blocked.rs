@@ -113,7 +113,7 @@ fn past_the_budget_requests_wait_for_each_other_but_not_those_that_never_wait() 
 }
 
 #[test]
-fn a_queue_that_stops_waits_for_what_other_threads_serve() {
+fn a_stopping_queue_waits_for_other_threads() {
     for packed in [false, true] {
         let (_folder, toy, _server, mut driver) = started(packed);
         let mut asked = Asked::default();

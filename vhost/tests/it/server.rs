@@ -62,7 +62,7 @@ fn every_ring_serves() {
 }
 
 #[test]
-fn a_ring_goes_on_where_it_stopped_and_begins_anew_after_a_reboot() {
+fn a_ring_continues_after_a_stop_and_restarts_after_a_reboot() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let toy = Toy::default();
@@ -242,7 +242,7 @@ fn a_queue_may_have_as_many_requests_out_as_it_has_entries() {
 }
 
 #[test]
-fn what_was_signalled_by_the_descriptor_before_is_signalled_by_the_next() {
+fn a_new_call_descriptor_gets_pending_signals() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let toy = Toy::default();
@@ -263,7 +263,7 @@ fn what_was_signalled_by_the_descriptor_before_is_signalled_by_the_next() {
 }
 
 #[test]
-fn errors_are_told_by_the_descriptor_that_was_named_last() {
+fn errors_are_signalled_on_the_latest_descriptor() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let (_socket, _server) = serve(&path, Toy::default());
@@ -279,7 +279,7 @@ fn errors_are_told_by_the_descriptor_that_was_named_last() {
 }
 
 #[test]
-fn a_ring_whose_index_begins_again_keeps_what_waits() {
+fn a_ring_with_a_reset_index_keeps_parked_chains() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let toy = Toy::default();
@@ -309,7 +309,7 @@ fn a_ring_whose_index_begins_again_keeps_what_waits() {
 }
 
 #[test]
-fn a_handler_that_panics_fails_one_request_and_a_worker_that_ends_holds_up_nobody() {
+fn a_panicking_handler_fails_one_request_only() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let (_socket, server) = serve(&path, Toy::default());
@@ -359,7 +359,7 @@ fn front_end(path: &Path) -> Frontend {
 }
 
 #[test]
-fn the_front_end_is_told_when_the_configuration_changes() {
+fn configuration_changes_are_sent_to_the_front_end() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let (_socket, server) = serve(&path, Toy::default());
@@ -390,7 +390,7 @@ fn the_front_end_is_told_when_the_configuration_changes() {
 }
 
 #[test]
-fn what_was_not_offered_is_refused() {
+fn features_that_were_not_offered_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let (_socket, _server) = serve(&path, Toy::default());

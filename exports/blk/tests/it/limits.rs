@@ -72,7 +72,7 @@ fn assert_rate(all: &Arc<TokenBucket>, per_second: f64, depths: &[usize], time: 
 }
 
 #[test]
-fn a_disk_gets_what_its_limit_says() {
+fn a_disk_runs_at_its_limit() {
     let _alone = alone();
     let second = Duration::from_secs(1);
     assert_rate(&bucket(2000, 0), 2000.0, &[16], second, 0.3);

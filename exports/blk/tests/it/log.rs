@@ -56,7 +56,7 @@ fn logged(name: &str, cache: Cache, filter: Option<Filter>) -> String {
 }
 
 #[test]
-fn requests_are_logged_with_their_outcome_if_that_was_asked_for() {
+fn requests_are_logged_with_their_outcome_on_demand() {
     let _alone = alone();
     let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(|| Lines);
     subscriber.with_env_filter("ferry_engine::requests=info").init();

@@ -64,7 +64,7 @@ fn assert_rate(path: Path, limit: Option<Rates>, per_second: f64, threads: usize
 }
 
 #[test]
-fn a_mount_gets_what_its_limit_says() {
+fn a_mount_runs_at_its_limit() {
     for path in paths() {
         let time = Duration::from_millis(800);
         assert_rate(path, rates(1000, 0), 1000.0, 4, time, 0.3);

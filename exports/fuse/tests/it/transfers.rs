@@ -250,7 +250,7 @@ fn a_handler_that_cannot_be_woken_delays_no_other() {
 }
 
 #[test]
-fn a_source_that_waits_is_asked_for_much_at_once_by_a_random_reader() {
+fn a_random_reader_sends_large_requests_to_a_source_that_waits() {
     // What Linux reads ahead unless it is told otherwise, and so asks for.
     const USUAL: u64 = 128 << 10;
     if !rustix::process::geteuid().is_root() {

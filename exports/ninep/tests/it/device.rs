@@ -130,7 +130,7 @@ fn every_chain_is_returned() {
 
 /// Writes whose length is not that of their data change nothing; reads are as long as there is room.
 #[test]
-fn data_is_as_long_as_everybody_says() {
+fn data_lengths_must_agree() {
     let share = share();
     let mut client = Client::new(Chains::connect(&share.device()));
     client.hello(65536);

@@ -66,7 +66,7 @@ fn begin(client: &mut Client<Link>) {
 }
 
 #[test]
-fn what_others_do_is_told_in_the_clients_numbers() {
+fn events_have_the_clients_inode_numbers() {
     let (server, _mem) = told(Options::default());
     let mut other = server.attached(0);
     other.ok(&Request::Mkdir { dir: ROOT, name: name("d"), mode: 0o755, gid: 0 }).unwrap();
@@ -112,7 +112,7 @@ fn what_others_do_is_told_in_the_clients_numbers() {
 
 /// Only of what a client has fids of, it is told.
 #[test]
-fn what_a_client_does_not_know_is_not_told() {
+fn events_cover_only_inodes_with_fids() {
     let (server, _mem) = told(Options::default());
     let mut other = server.attached(0);
     other.ok(&Request::Mkdir { dir: ROOT, name: name("d"), mode: 0o755, gid: 0 }).unwrap();
@@ -166,7 +166,7 @@ fn others_are_refused_with_a_plain_error_and_are_served_as_before() {
 
 /// Two requests at a time, and one that is flushed: nothing is lost without a word.
 #[test]
-fn a_second_request_ends_the_first_and_a_flush_loses_what_it_would_have_told() {
+fn a_second_request_ends_the_first_and_a_flush_loses_events() {
     let (server, _mem) = told(Options::default());
     let (mut client, mut other) = (attached(&server, MSIZE), server.attached(0));
     begin(&mut client);
@@ -276,7 +276,7 @@ fn floods_are_merged_or_forgotten() {
 
 /// Events name files by their directories, so which inode has changed is told beside them.
 #[test]
-fn what_no_client_has_changed_is_stale() {
+fn changes_on_the_host_make_caches_stale() {
     let (server, mem) = told(Options::default());
     let mut other = server.attached(0);
     other.create(Fid(5), "f", OFlags::RDWR, 0o600).unwrap();
@@ -301,7 +301,7 @@ fn what_no_client_has_changed_is_stale() {
 
 /// A source without events of its own: its changes tell as much as they do.
 #[test]
-fn changes_are_told_where_there_are_no_events() {
+fn changes_are_reported_without_event_support() {
     struct Plain(Arc<Mem>);
     impl FileSystem for Plain {
         ferry_vfs::delegate!(self => self.0; lookup, getattr);
@@ -328,7 +328,7 @@ fn changes_are_told_where_there_are_no_events() {
 
 /// Kinds that the queue merges are told of again once a message had them, whether or not it was acknowledged.
 #[test]
-fn a_change_after_a_message_is_told_again() {
+fn a_change_after_a_message_is_reported_again() {
     let (server, _mem) = told(Options::default());
     let mut other = server.attached(0);
     other.create(Fid(5), "f", OFlags::RDWR, 0o600).unwrap();

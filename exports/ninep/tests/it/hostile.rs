@@ -639,7 +639,7 @@ fn a_source_that_panics_or_lies_fails_one_request() {
 }
 
 #[test]
-fn tcp_serves_this_machine_and_others_only_if_asked() {
+fn tcp_serves_other_machines_only_with_a_flag() {
     let share = DirServer::new(Options::default());
     let source = || Arc::clone(&share.dir) as Arc<dyn FileSystem>;
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

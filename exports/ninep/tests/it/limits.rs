@@ -69,7 +69,7 @@ fn assert_rate(all: &Arc<TokenBucket>, per_second: f64, depth: u16, time: Durati
 }
 
 #[test]
-fn clients_get_what_the_limit_says() {
+fn clients_share_the_limit() {
     let time = Duration::from_millis(800);
     assert_rate(&bucket(1000, 0), 1000.0, 16, time, 0.3);
     assert_rate(&bucket(0, 4 << 20), 1024.0, 1, time, 0.3);

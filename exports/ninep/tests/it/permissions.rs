@@ -335,7 +335,7 @@ fn pmem() -> (Arc<dyn FileSystem>, tempfile::TempDir) {
 }
 
 #[test]
-fn a_user_may_do_in_each_directory_what_a_local_one_may() {
+fn directory_permissions_equal_those_of_a_local_user() {
     if is_root() {
         compare(&dir(MEMORY).0, &[], &each_dir());
         compare(&mem(), &[], &each_dir());
@@ -343,14 +343,14 @@ fn a_user_may_do_in_each_directory_what_a_local_one_may() {
 }
 
 #[test]
-fn a_user_may_do_with_each_file_what_a_local_one_may() {
+fn file_permissions_equal_those_of_a_local_user() {
     if is_root() {
         compare(&dir(MEMORY).0, &[GROUP], &each_file());
     }
 }
 
 #[test]
-fn a_user_may_do_with_each_file_in_memory_what_a_local_one_may() {
+fn file_permissions_in_memory_equal_those_of_a_local_user() {
     if is_root() {
         compare(&mem(), &[GROUP], &each_file());
     }
@@ -358,7 +358,7 @@ fn a_user_may_do_with_each_file_in_memory_what_a_local_one_may() {
 
 #[test]
 #[ignore = "takes minutes"]
-fn a_user_may_do_on_every_source_what_a_local_one_may() {
+fn permissions_on_every_source_equal_those_of_a_local_user() {
     if is_root() {
         for groups in [&[][..], &[GROUP]] {
             let ((dir, _kept), (pmem, _too)) = (dir("/var/tmp"), pmem());

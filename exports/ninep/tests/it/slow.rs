@@ -156,7 +156,7 @@ fn requests_that_wait_hold_up_no_others_of_their_client() {
 
 /// Threads that have nothing to do for some seconds end, but for one that waits for what comes.
 #[test]
-fn somebody_is_there_when_all_others_have_waited_for_long() {
+fn a_thread_stays_free_while_all_others_wait() {
     let (gate, server, mut client) = client(Wait::UntilTold);
     for tag in 0..4 {
         ask(&mut client, 1000 + tag);

@@ -92,7 +92,7 @@ fn a_reload_plans_the_difference() {
 }
 
 #[test]
-fn what_cannot_change_is_named() {
+fn unchangeable_settings_are_reported() {
     let grouped = format!("{A}limit = \"iops=5,group=g\"\n");
     // One process serves both.
     let two = format!("{A}{}", A.replace("\"a\"", "\"b\""));
@@ -114,7 +114,7 @@ fn what_cannot_change_is_named() {
 }
 
 #[test]
-fn what_was_added_by_hand_stays_until_the_file_has_it() {
+fn manual_additions_stay_until_the_file_has_them() {
     let mut units = units(&format!("{A}{B}"));
     units[1].tables = vec![None];
     let plan = |text: &str| reload(file(text), &served(&units), &Base::default());

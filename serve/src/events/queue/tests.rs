@@ -70,7 +70,7 @@ fn writes_are_merged_until_a_name_changes() {
 
 /// A program that watches only `Closed` must not miss the last write.
 #[test]
-fn the_end_of_writing_comes_after_what_was_written() {
+fn close_write_events_follow_their_writes() {
     let (queue, never) = (Queue::new(false), Instant::now() + Duration::from_secs(1000));
     let _ = wait(&queue, never);
     let write = || [Event::Modified, Event::Closed].into_iter().for_each(|event| queue.push(event(place("a"))));
@@ -83,7 +83,7 @@ fn the_end_of_writing_comes_after_what_was_written() {
 }
 
 #[test]
-fn a_loss_is_told_until_a_thread_has_asked_again() {
+fn a_loss_is_reported_until_the_same_thread_asks_again() {
     let (queue, now) = (Queue::new(false), Instant::now());
     let told_to = |pid| {
         let answers = Answers::default();
@@ -126,7 +126,7 @@ fn an_agent_waits_no_longer_than_it_may_and_for_the_next_agent() {
 }
 
 #[test]
-fn what_has_gone_from_its_name_is_known() {
+fn renamed_and_removed_names_are_known() {
     let (queue, never) = (Queue::new(false), Instant::now() + Duration::from_secs(1000));
     let _ = wait(&queue, never);
     let name = |text| place(text).name.unwrap();
@@ -139,7 +139,7 @@ fn what_has_gone_from_its_name_is_known() {
 }
 
 #[test]
-fn a_client_acknowledges_and_what_was_sent_is_not_merged_with() {
+fn sent_events_are_not_merged_before_acknowledgement() {
     let (queue, never) = (Queue::of_client(4096), Instant::now() + Duration::from_secs(1000));
     let _ = wait(&queue, never);
     queue.acknowledge(u64::MAX);
@@ -189,7 +189,7 @@ fn messages_for_a_client_are_as_short_as_it_wants() {
 }
 
 #[test]
-fn what_is_stale_is_told_before_the_events() {
+fn stale_inodes_are_reported_before_events() {
     let (queue, never) = (Queue::of_client(100), Instant::now() + Duration::from_secs(1000));
     let _ = wait(&queue, never);
     let parked = wait(&queue, never);

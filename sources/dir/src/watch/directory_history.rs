@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_clients_do_is_left_out_once() {
+    fn an_event_of_a_clients_operation_is_skipped_once() {
         let (mut tried, a) = (Tried::new(), name(b"a"));
         let created = || Event::Created { dir: DIR, name: a.clone(), is_dir: false, ino: Some(FILE) };
         tried.changes.publish_event(tried.client, || Some(created()));
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_told_of_once() {
+    fn a_directory_is_reported_once() {
         let (mut tried, sub) = (Tried::new(), name(b"sub"));
         let mut told = |dir, name, targets: &[Ino]| {
             let mut history = History::default();

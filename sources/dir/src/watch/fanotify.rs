@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_adds_an_inode_sees_that_an_event_came_before() {
+    fn adding_an_inode_detects_earlier_events() {
         let index = HandleIndex::new();
         let event =
             |pid| Event { mask: libc::FAN_MODIFY, pid, target: Some((1, b"handle")), entry: None, new_entry: None };

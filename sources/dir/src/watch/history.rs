@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn half_an_exchange_is_told_soon_although_events_from_elsewhere_keep_coming() {
+    fn half_an_exchange_is_reported_soon_despite_other_events() {
         let (a, b) = (name(b"a"), name(b"b"));
         let mut history = History::default();
         let begin = Instant::now();
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn renames_are_told_for_each_way_to_a_directory() {
+    fn renames_are_reported_for_each_path_of_a_directory() {
         let (a, b) = (name(b"a"), name(b"b"));
         let mut history = History::default();
         history.add(&Known {
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_known_directory_is_told_of_the_inode() {
+    fn events_without_a_known_directory_name_the_inode() {
         let file = name(b"file");
         let mut history = History::default();
         history.add(&known(libc::FAN_MODIFY, Some((0, &file)), None, 9));

@@ -573,7 +573,7 @@ fn unknown_inodes_and_handles_are_refused() {
 
 /// The host replaces a file between a client's LOOKUP and its OPEN, and again when the client's kernel tries once more.
 #[test]
-fn who_came_too_late_once_does_not_again() {
+fn a_late_watch_is_late_only_once() {
     let share = Share::new(Options::default());
     let Share { dir, cx, .. } = &share;
     let path = share.tmp.path().join("f");

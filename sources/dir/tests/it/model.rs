@@ -299,7 +299,7 @@ fn picture(root: &Path) -> BTreeMap<String, (u32, u64, Vec<u8>)> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
     #[test]
-    fn the_source_does_what_the_host_does(
+    fn the_source_behaves_like_the_host(
         steps in prop::collection::vec(step(), 1..60),
         file_handles in any::<bool>(),
         few in any::<bool>(),

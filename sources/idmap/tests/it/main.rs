@@ -34,7 +34,7 @@ fn owner(source: &impl FileSystem, ino: Ino) -> (u32, u32) {
 }
 
 #[test]
-fn what_is_made_belongs_to_the_other_number() {
+fn new_files_belong_to_the_mapped_id() {
     let (mem, mapped) = both("");
     let cx = Caller { uid: 5, gid: 6, ..Caller::default() };
     let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
@@ -60,7 +60,7 @@ fn what_is_made_belongs_to_the_other_number() {
 }
 
 #[test]
-fn what_is_forbidden_is_refused_and_leaves_nothing() {
+fn forbidden_ids_are_refused_without_effect() {
     let (mem, mapped) = both("");
     let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
     for cx in [Caller { uid: 500, ..Caller::default() }, Caller { gid: 600, ..Caller::default() }] {
@@ -194,7 +194,7 @@ impl Migrate for Optional {
 impl Mappable for Optional {}
 
 #[test]
-fn the_layer_offers_what_its_source_offers() {
+fn the_layer_has_its_sources_features() {
     for offers in [false, true] {
         let layer = IdMapped::new(Arc::new(Optional { offers }), ids(&[]), ids(&[]), Xattrs::default());
         assert_eq!((layer.migrate().is_some(), layer.mappable().is_some()), (offers, offers));

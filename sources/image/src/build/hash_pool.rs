@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_given_first_comes_back_first() {
+    fn results_keep_the_order_of_the_jobs() {
         for threads in [1, 3] {
             let mut hashers = Hashers::begin(threads, |number: &mut usize| {
                 thread::sleep(std::time::Duration::from_micros(*number as u64 * 7919 % 500));

@@ -337,7 +337,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn that_there_is_no_proc_is_told() {
+    fn a_missing_proc_is_an_error() {
         const TREE: &str = "FERRY_TEST_TREE_WITHOUT_PROC";
         if let Some(tree) = std::env::var_os(TREE) {
             assert!(!Path::new(DESCRIPTORS).exists());
@@ -356,7 +356,7 @@ mod tests {
         alone.args(["--mount", "sh", "-c", "mount -t tmpfs none /proc && exec \"$@\"", "sh"]);
         alone.arg(std::env::current_exe().expect("it is there"));
         alone
-            .args(["--exact", "build::scan::tests::that_there_is_no_proc_is_told", "--nocapture"])
+            .args(["--exact", "build::scan::tests::a_missing_proc_is_an_error", "--nocapture"])
             .env(TREE, folder.path());
         let told = alone.output().expect("unshare is there");
         assert!(told.status.success(), "{}", String::from_utf8_lossy(&[told.stdout, told.stderr].concat()));
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn what_replaces_a_file_or_a_directory_is_noticed() {
+    fn replaced_files_and_directories_are_detected() {
         let folder = tempfile::tempdir().expect("folders can be made");
         let at = |name: &str| folder.path().join(name);
         let seen = |path: &Path| {

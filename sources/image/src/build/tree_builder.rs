@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_input_may_take_ends() {
+    fn the_memory_of_an_input_is_bounded() {
         let mut builder = TreeBuilder::default();
         builder.root(directory()).expect("the first");
         builder.add(&path(b"d"), directory()).expect("new");

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_used_for_longest_goes_and_what_is_held_stays() {
+    fn the_least_recently_used_object_is_evicted_unless_held() {
         let limit = CacheLimit::new(30);
         (0..3).for_each(|object| limit.keep((0, object), 10, || {}));
         assert_eq!(shrunk(&limit), [0_usize; 0]);

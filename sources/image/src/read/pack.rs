@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn who_reads_in_order_has_more_proved_and_who_does_not_has_not() {
+    fn only_sequential_readers_prove_ahead() {
         let pack = pack();
         for at in [300, 900, 20, 640, 0] {
             assert_eq!(pack.verify_all(at..at + 2).expect("it is sound"), None, "{at}");

@@ -187,7 +187,7 @@ mod tests {
     use crate::format::digest::Algorithm;
 
     #[test]
-    fn what_replaces_a_file_that_was_hashed_is_not_followed_nor_waited_for() {
+    fn a_replacement_of_a_hashed_file_is_not_opened() {
         let folder = tempfile::tempdir().expect("folders can be made");
         let at = |name: &str| folder.path().join(name);
         fs::write(at("file"), "bytes").expect("files can be made");
@@ -204,7 +204,7 @@ mod tests {
 
     /// Whoever may write to the folder must not have the mode of another file changed.
     #[test]
-    fn what_replaces_an_object_before_it_is_named_keeps_its_mode() {
+    fn a_replaced_temporary_object_keeps_its_mode() {
         let folder = tempfile::tempdir().expect("folders can be made");
         let at = |name: &str| folder.path().join(name);
         fs::write(at("secret"), "bytes").expect("files can be made");

@@ -75,7 +75,7 @@ fn another_file_is_not_taken_for_the_one_that_was_found() {
 }
 
 #[test]
-fn nobody_waits_for_a_pipe_that_replaces_a_file() {
+fn a_pipe_that_replaces_a_file_does_not_block() {
     both(&|file, _| {
         fs::remove_file(file).expect("files can be removed");
         mknodat(CWD, file, FileType::Fifo, Mode::from_raw_mode(0o600), 0).expect("pipes can be made");
@@ -91,7 +91,7 @@ fn a_rewritten_file_with_the_same_size_and_mtime_is_noticed() {
 }
 
 #[test]
-fn a_tree_that_nobody_changes_is_built() {
+fn an_unchanging_tree_is_built() {
     for layout in [Layout::Flat, Layout::Composefs { version: None }] {
         assert!(!is_noticed(layout, &|_, _| {}), "{layout:?}");
     }

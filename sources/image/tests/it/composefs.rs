@@ -270,7 +270,7 @@ fn the_largest_files_are_where_mkcomposefs_has_them() {
 
 /// Sizes and contents of what has none are passed over, and so is what is missing at the ends of lines.
 #[test]
-fn what_mkcomposefs_passes_over_is_passed_over() {
+fn files_that_mkcomposefs_skips_are_skipped() {
     let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
     let root = "/ 0 40755 2 0 0 0 1.0 - - -";
     for mode in ["20644", "60644", "10644", "140644", "40755"] {

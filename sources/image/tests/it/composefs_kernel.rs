@@ -53,7 +53,7 @@ fn encoded(rdev: u64) -> u32 {
 /// Whatever dump files tell of, with hard links and sizes up to the largest: the kernel shows what our reader finds, name by name. There
 /// are no objects, so that nothing but what is in the image can be read.
 #[test]
-fn what_the_kernel_shows_of_dumps_is_what_our_reader_finds() {
+fn the_kernel_and_the_reader_agree_on_dumps() {
     let bench = Bench::new();
     let (on, dump) = (bench.path("mounted"), bench.path("dump"));
     let mut paths = 0;

@@ -128,7 +128,7 @@ fn a_full_disk_leaves_no_image_and_no_half_object() {
 }
 
 #[test]
-fn sources_that_cannot_be_built_are_told() {
+fn unbuildable_sources_are_errors() {
     let bench = Bench::new();
     fs::write(bench.path("file"), "x").expect("files can be made");
     let store = || Store::create(&bench.store()).expect("a store can be made");

@@ -282,7 +282,7 @@ fn fsck_names_each_thing_that_is_wrong() {
 }
 
 #[test]
-fn what_cannot_be_an_image_is_not_opened() {
+fn other_files_are_not_opened_as_images() {
     for (expected, damage) in REFUSALS {
         let said = Image::from_bytes(Made::flat().damaged(damage)).expect_err(expected).to_string();
         assert!(said.contains(expected), "{said}\nbut expected: {expected}");

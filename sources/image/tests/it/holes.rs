@@ -113,7 +113,7 @@ fn bring(bench: &Bench, pack: Digest) {
 }
 
 #[test]
-fn whole_packs_are_proved_in_pieces_beside_what_is_fetched() {
+fn complete_packs_are_proved_in_pieces_during_fetches() {
     let (bench, image) = two();
     let ((whole, start), (absent, _)) = (place(&image, "large"), place(&image, "later"));
     bring(&bench, whole);
@@ -205,7 +205,7 @@ fn a_copy_of_a_descriptor_keeps_no_part_of_a_pack_in_use() {
 }
 
 #[test]
-fn what_is_to_be_read_ahead_is_not_fetched_before_it_is_read() {
+fn read_ahead_does_not_fetch_missing_objects() {
     let bench = Bench::new();
     for number in 0..20 {
         let content = bytes(number, 5000 + number * 100);
@@ -241,7 +241,7 @@ fn what_is_to_be_read_ahead_is_not_fetched_before_it_is_read() {
 }
 
 #[test]
-fn parts_stay_and_go_with_what_they_are_of() {
+fn partial_packs_live_as_long_as_their_images() {
     let (bench, image) = two();
     let ((whole, _), (absent, _)) = (place(&image, "large"), place(&image, "later"));
     bring(&bench, whole);
@@ -332,7 +332,7 @@ impl Fetch for Damaging {
 }
 
 #[test]
-fn who_waits_for_what_is_behind_a_damaged_object_gets_it() {
+fn readers_behind_a_damaged_object_are_served() {
     let bench = Bench::new();
     let content: Vec<_> = (0..8).map(|number| bytes(number, 5000)).collect();
     for (number, content) in content.iter().enumerate() {
@@ -384,7 +384,7 @@ impl Fetch for Far {
 
 /// Requests of 4 MiB would be six.
 #[test]
-fn a_source_that_is_far_is_asked_for_more_at_once() {
+fn distant_servers_get_larger_requests() {
     let bench = Bench::new();
     let mut state = 1_u64;
     let mut next = || {
@@ -405,7 +405,7 @@ fn a_source_that_is_far_is_asked_for_more_at_once() {
 }
 
 #[test]
-fn what_could_not_be_completed_is_proved_again() {
+fn an_uncompleted_pack_is_proved_again() {
     let (bench, image) = two();
     let from = Elsewhere::of(&bench);
     let source = open(&bench, "second", &from, None);
@@ -428,7 +428,7 @@ fn what_could_not_be_completed_is_proved_again() {
 }
 
 #[test]
-fn what_was_fetched_before_is_proved_without_asking() {
+fn earlier_objects_are_proved_without_requests() {
     let (bench, image) = two();
     let from = Elsewhere::of(&bench);
     let (pack, start) = place(&image, "later");

@@ -62,7 +62,7 @@ fn metadata_may_be_longer_than_the_device_table_can_be_far() {
 }
 
 #[test]
-fn images_share_what_they_have_in_common() {
+fn images_share_common_data() {
     let bench = Bench::new();
     for number in 0..50 {
         fs::write(bench.tree().join(format!("{number}")), bytes(number, 20_000)).expect("files can be made");
@@ -128,7 +128,7 @@ fn files_in_pieces_are_mapped_by_the_kernel() {
 }
 
 #[test]
-fn the_source_reads_what_the_tree_has() {
+fn the_source_equals_the_tree() {
     let bench = Bench::new();
     fill(&bench.tree());
     bench.build("image");

@@ -235,7 +235,7 @@ fn only_the_chunks_that_are_read_are_fetched() {
 }
 
 #[test]
-fn files_that_share_a_stream_are_told_apart() {
+fn files_in_a_shared_stream_are_distinguished() {
     let bench = Bench::new();
     let mut writer = Writer::new(Format::Estargz, &[4 << 20]);
     let (one, two, three) = (noise(1, 5000), noise(2, 12_345), noise(3, 10));
@@ -322,7 +322,7 @@ fn chunks_that_are_not_those_of_the_table_are_refused() {
 }
 
 #[test]
-fn what_an_earlier_process_has_fetched_is_found_and_proved() {
+fn objects_of_an_earlier_process_are_found_and_proved() {
     let bench = Bench::new();
     let (lower, _) = two_layers(Format::ZstdChunked, &[5000]);
     let server = Server::of(&[&lower]);
@@ -556,7 +556,7 @@ fn large_tables_are_fetched_and_endless_ones_are_not() {
 }
 
 #[test]
-fn files_that_say_what_to_prefetch_are_left_out() {
+fn prefetch_landmarks_are_left_out() {
     for name in [".prefetch.landmark", ".no.prefetch.landmark"] {
         let bench = Bench::new();
         let mut writer = Writer::new(Format::Estargz, &[1]);

@@ -85,7 +85,7 @@ impl Fetch for Folder {
 }
 
 #[test]
-fn a_build_that_has_what_is_damaged_mends_it_once_that_is_noted() {
+fn a_build_with_the_data_repairs_recorded_damage() {
     let (bench, built) = three();
     let path = pack_path(&bench, built.packs[0]);
     let before = fs::read(&path).expect("files can be read");
@@ -115,7 +115,7 @@ fn a_build_that_has_what_is_damaged_mends_it_once_that_is_noted() {
 }
 
 #[test]
-fn what_comes_from_elsewhere_is_proved_before_it_replaces_anything() {
+fn fetched_data_is_proved_before_it_replaces_any() {
     let (bench, built) = three();
     let (path, copy) = (pack_path(&bench, built.packs[0]), bench.path("copy"));
     fs::create_dir(&copy).expect("folders can be made");
@@ -165,7 +165,7 @@ impl Fetch for Meddler {
 }
 
 #[test]
-fn what_could_not_be_fetched_is_said_beside_what_could_not_be_written() {
+fn errors_of_fetching_and_of_writing_are_both_reported() {
     let (bench, built) = three();
     let (path, copy) = (pack_path(&bench, built.packs[0]), bench.path("copy"));
     fs::create_dir(&copy).expect("folders can be made");
@@ -181,7 +181,7 @@ fn what_could_not_be_fetched_is_said_beside_what_could_not_be_written() {
 
 /// Zeros do, and everybody has those.
 #[test]
-fn what_fills_the_last_block_of_an_object_is_mended_by_nobodys_help() {
+fn padding_is_repaired_without_a_server() {
     let (bench, built) = three();
     let path = pack_path(&bench, built.packs[0]);
     let before = fs::read(&path).expect("files can be read");
@@ -238,7 +238,7 @@ fn of_several_damaged_objects_those_are_mended_that_can_be_had() {
 }
 
 #[test]
-fn what_cannot_be_read_now_is_no_damage_and_holds_up_nothing_else() {
+fn read_errors_are_not_damage_and_do_not_stop_repair() {
     let (bench, built) = three();
     fs::write(bench.tree().join("3"), bytes(3, 9000)).expect("files can be made");
     let second = bench.build("second").packs;

@@ -109,7 +109,7 @@ fn reads_back(bench: &Bench, name: &str) {
 }
 
 #[test]
-fn what_is_wanted_first_is_in_a_pack_of_its_own_in_its_order() {
+fn files_of_a_trace_get_their_own_pack_in_order() {
     let bench = Bench::new();
     tree(&bench);
     bench.build("plain");

@@ -232,7 +232,7 @@ fn faults_of_other_readers_are_none_here() {
 
 /// Only what is left in the end is named by an image; a build of an archive stores what it reads before it knows that.
 #[test]
-fn what_a_later_member_replaces_is_not_named_by_the_image() {
+fn replaced_members_are_not_in_the_image() {
     let bench = Bench::new();
     let (first, last) = (bytes(1, 9000), bytes(2, 9000));
     fs::write(bench.path("one.tar"), archive(&[("a", FILE, "", &first)])).expect("files can be made");
@@ -276,7 +276,7 @@ fn layers_are_unpacked_by_their_first_bytes() {
 
 /// Headers for all members and names of volumes change nothing in a layer.
 #[test]
-fn what_a_layer_says_of_no_member_is_passed_over() {
+fn headers_without_a_member_are_skipped() {
     let bench = Bench::new();
     let mut bundle = Bundle::new(&bench, "bundle");
     let members = [

@@ -126,7 +126,7 @@ fn only_the_damaged_piece_is_not_read() {
 
 /// What follows a file's end in its last block is seen by whoever maps it.
 #[test]
-fn what_follows_the_end_is_proved_with_the_last_piece() {
+fn padding_is_proved_with_the_last_piece() {
     let bench = made();
     let begin = start(&open(&bench), "file-0");
     damage(&stored(&bench, None), begin + LARGE + 1);
@@ -182,7 +182,7 @@ fn versions_of_a_file_share_the_pieces_that_are_the_same() {
 }
 
 #[test]
-fn what_is_shared_by_pieces_is_compared_counted_and_kept() {
+fn shared_pieces_are_compared_counted_and_kept() {
     let bench = made();
     change(&bench, "file-0", 4 * PIECE, 1);
     bench.build("changed");
@@ -233,7 +233,7 @@ fn a_damaged_piece_is_missed_in_each_version() {
 }
 
 #[test]
-fn an_image_of_the_first_version_is_refused_with_what_to_do() {
+fn an_image_of_the_first_version_is_refused_with_a_remedy() {
     let bench = made();
     let mut image = fs::read(bench.path("image")).expect("it is there");
     let at = image.windows(11).position(|name| name == b"ferry flat2").expect("the volume has a name");

@@ -112,7 +112,7 @@ fn an_index_that_names_another_digest_is_found() {
 
 /// As far as the file system has fs-verity: nothing of it is an error where it has none.
 #[test]
-fn what_is_sealed_can_be_used_mended_and_sealed_again() {
+fn sealed_packs_can_be_used_repaired_and_sealed_again() {
     let bench = Bench::new();
     fs::write(bench.tree().join("file"), bytes(1, 300_000)).expect("files can be made");
     let built = build_sealed(&bench.tree(), &bench, ("image", "store"), BuildOptions::default());

@@ -104,7 +104,7 @@ fn links_in_a_store_lead_nowhere() {
 }
 
 #[test]
-fn what_no_image_needs_goes_and_nothing_else() {
+fn only_unneeded_data_is_removed() {
     let bench = three();
     let packs = bench.store().join("packs");
     assert_eq!(collect(&bench, &["first", "second", "third"], Duration::ZERO, false).removed, []);
@@ -156,7 +156,7 @@ fn a_pack_that_a_new_image_uses_is_young_again() {
 }
 
 #[test]
-fn usage_counts_what_is_shared_once() {
+fn usage_counts_shared_data_once() {
     let bench = three();
     let mut usage = Usage::default();
     let all = ["first", "second"].map(|name| object_locations(&open(&bench, name)).expect("the image is sound"));
@@ -186,7 +186,7 @@ fn changes(bench: &Bench, old: &str, new: &str) -> Vec<(String, ChangeKind, Vec<
 }
 
 #[test]
-fn every_kind_of_change_is_told() {
+fn every_kind_of_change_is_listed() {
     let bench = Bench::new();
     let tree = bench.tree();
     fill(&tree);
@@ -409,7 +409,7 @@ fn an_object_that_a_new_image_uses_is_young_again() {
 
 /// A server that fetches a large object has a lock on what has come, and not on the store.
 #[test]
-fn what_somebody_is_fetching_stays_whatever_its_age() {
+fn packs_being_fetched_are_kept_at_any_age() {
     let bench = of_objects();
     let path = bench.store().join("objects").join(format!(".new-{}", "0".repeat(64)));
     fs::write(&path, "what has come").expect("files can be made");
@@ -423,7 +423,7 @@ fn what_somebody_is_fetching_stays_whatever_its_age() {
 }
 
 #[test]
-fn what_others_remove_meanwhile_does_not_end_a_collection() {
+fn concurrent_removals_do_not_end_a_collection() {
     let bench = three();
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {

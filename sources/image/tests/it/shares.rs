@@ -141,7 +141,7 @@ fn twenty(bench: &Bench, files: u64, size: fn(&mut Noise) -> u64) -> Taken {
 /// As packages change: files are replaced. Files here have 36 KiB on average; the smaller they are, the more it costs that each begins
 /// in a block of its own, which is what the kernel maps them by. The last image, whose files are in all packs, is mounted by the kernel.
 #[test]
-fn twenty_images_take_little_more_than_what_is_new_in_each() {
+fn twenty_images_take_little_more_than_their_new_data() {
     let bench = Bench::new();
     let taken = twenty(&bench, 400, large);
     eprintln!("{taken:?}");

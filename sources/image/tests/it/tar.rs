@@ -307,7 +307,7 @@ fn members_are_those_that_gnu_tar_lists() {
 }
 
 #[test]
-fn what_gnu_tar_takes_is_taken() {
+fn archives_of_gnu_tar_are_accepted() {
     let bench = Bench::new();
     let members = [
         plain("/absolute/name", b'0', b"data"),
@@ -366,7 +366,7 @@ fn the_sum_of_a_packed_archive_is_looked_at() {
 
 /// A layer of an OCI image, given alone.
 #[test]
-fn whiteouts_of_a_layer_alone_become_what_was_asked_for() {
+fn whiteouts_of_a_single_layer_follow_the_flag() {
     use ferry_image::{Filter, Whiteouts};
     let bench = Bench::new();
     let mut archive = [
@@ -431,7 +431,7 @@ fn whiteouts_of_a_layer_alone_become_what_was_asked_for() {
 }
 
 #[test]
-fn progress_is_told_in_bytes_of_the_archive() {
+fn progress_counts_bytes_of_the_archive() {
     let bench = Bench::new();
     for number in 0..4 {
         fs::write(bench.tree().join(number.to_string()), bytes(number, 2 << 20)).expect("files can be made");

@@ -83,7 +83,7 @@ fn fsck_erofs_finds_nothing() {
 }
 
 #[test]
-fn fsck_erofs_finds_what_is_damaged() {
+fn fsck_erofs_finds_damage() {
     let Some(tools) = tools() else { return };
     let bench = Bench::new();
     fs::write(bench.tree().join("file"), bytes(1, 9000)).expect("files can be made");
@@ -101,7 +101,7 @@ fn fsck_erofs_finds_what_is_damaged() {
 }
 
 #[test]
-fn dump_erofs_shows_what_is_there() {
+fn dump_erofs_shows_the_contents() {
     let Some(tools) = tools() else { return };
     let dump = tools.join("dump.erofs");
     for (what, bench) in benches() {

@@ -90,7 +90,7 @@ fn an_archive_of_a_tree_has_the_digest_of_the_tree() {
 }
 
 #[test]
-fn what_is_another_in_a_tree_gives_another_digest() {
+fn each_difference_changes_the_tree_digest() {
     let bench = Bench::new();
     let (tree, folder) = (bench.tree(), bench.folder.path());
     let make = |tree: &Path| {

@@ -62,7 +62,7 @@ fn each_packing_gives_the_image_of_the_archive() {
 }
 
 #[test]
-fn what_ends_early_or_is_too_large_or_cannot_be_read_leaves_no_image() {
+fn failed_unpacking_leaves_no_image() {
     let bench = Bench::new();
     let large: Vec<u8> = (0..3_u32 << 20).flat_map(|word| (word.wrapping_mul(2_654_435_761)).to_le_bytes()).collect();
     let plain = archive(&[("large", FILE, "", &large), ("small", FILE, "", b"some")]);

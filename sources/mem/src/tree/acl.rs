@@ -155,7 +155,7 @@ pub(crate) mod tests {
     const NOBODY: u32 = u32::MAX;
 
     #[test]
-    fn accepts_exactly_what_linux_accepts() {
+    fn accepts_the_same_acls_as_linux() {
         let minimal = [(USER_OBJ, 6, NOBODY), (GROUP_OBJ, 4, NOBODY), (OTHER, 4, NOBODY)];
         let named = [(USER_OBJ, 6, 0), (USER, 7, 9), (USER, 5, 8), (GROUP_OBJ, 4, 0), (MASK, 5, 0), (OTHER, 0, 0)];
         for good in [&minimal[..], &named] {

@@ -262,7 +262,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sums_are_those_of_what_is_there(
+        fn sums_match_the_attributes(
             steps in prop::collection::vec(("[a-c]{1,3}", prop::option::of(0..9000_usize)), 1..60),
         ) {
             let mut xattrs = Xattrs::default();

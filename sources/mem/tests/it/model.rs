@@ -354,7 +354,7 @@ fn host_picture(dir: &std::path::Path, at: &str, picture: &mut Picture) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn does_what_tmpfs_does(steps in prop::collection::vec(step(), 1..80)) {
+    fn behaves_like_tmpfs(steps in prop::collection::vec(step(), 1..80)) {
         if !rustix::process::geteuid().is_root() {
             ferry_skip::skip!("only root may do all that the model does");
             return Ok(());

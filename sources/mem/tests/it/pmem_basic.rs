@@ -176,7 +176,7 @@ fn a_full_image_is_an_error_and_recovers() {
 }
 
 #[test]
-fn a_file_that_was_empty_at_mount_keeps_what_is_written() {
+fn a_file_that_was_empty_at_mount_keeps_writes() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
     let free = fs.statfs(&cx(), Ino::ROOT).unwrap().bfree;
@@ -388,7 +388,7 @@ fn fsck_reports_and_repairs() {
 }
 
 #[test]
-fn a_second_tier_takes_what_does_not_fit_the_first() {
+fn a_second_tier_takes_the_overflow_of_the_first() {
     let (dir, path) = image();
     let tier2 = dir.path().join("tier2");
     let options = Options { tier2: Some(tier2.clone()), tier2_bytes: Some(32 << 20), ..sized() };

@@ -139,12 +139,12 @@ fn kill_loop(time: Duration, seed: u64) {
 }
 
 #[test]
-fn what_was_acknowledged_survives_kill_9() {
+fn acknowledged_changes_survive_kill_9() {
     kill_loop(Duration::from_secs(4), 5);
 }
 
 #[test]
 #[ignore = "takes five minutes"]
-fn what_was_acknowledged_survives_many_kills() {
+fn acknowledged_changes_survive_many_kills() {
     kill_loop(Duration::from_secs(300), 6);
 }

@@ -86,7 +86,7 @@ fn sequential_readers_of_one_file_have_separate_windows() {
 }
 
 #[test]
-fn a_random_read_requests_only_what_it_needs() {
+fn a_random_read_requests_only_its_pages() {
     // How long this server takes is up to the machine.
     let near = Limits { around_bytes_max: 0, ..limits() };
     let (cache, fake, file) = file(near, Manners::default(), 64 * MIB);
@@ -121,7 +121,7 @@ fn small_sequential_writes_leave_as_whole_messages() {
 }
 
 #[test]
-fn writing_begins_before_anybody_asks_for_it() {
+fn writeback_begins_before_a_flush() {
     let (cache, _fake, file) = file(limits(), Manners::default(), 0);
     file.write(0, 2 * MIB, &mut vec![1; 2 * MIB].as_slice()).unwrap();
     wait_until(|| cache.counts().write_messages == 2);

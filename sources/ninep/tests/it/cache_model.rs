@@ -334,7 +334,7 @@ fn a_late_acknowledged_write_is_repeated_after_a_restart() {
 }
 
 #[test]
-fn attributes_that_are_older_than_what_was_written_do_not_shrink_the_file() {
+fn stale_attributes_do_not_shrink_a_written_file() {
     let cache = Cache::new(Limits { dirty_age: Duration::from_secs(3600), ..Limits::default() }).unwrap();
     let fake = Fake::new(Manners::default(), vec![1; 100]);
     let file = cache.file(fake.clone(), 100);

@@ -12,7 +12,7 @@ use ferry_9p_client::{Cache, Options};
 use ferry_vfs::*;
 
 #[test]
-fn an_open_sees_what_others_wrote_before_their_close() {
+fn an_open_sees_writes_before_another_clients_close() {
     let served = Served::new();
     let [one, two] = [(); 2].map(|()| served.connect(Options { cache: Cache::Auto, ..Options::default() }));
     let (made, handle) = one.create(&CX, Ino::ROOT, name("f"), &common::file(0o600), OFlags::RDWR).unwrap();

@@ -92,7 +92,7 @@ fn place(ino: Ino) -> Place {
 
 /// Even where everything is kept for ever.
 #[test]
-fn what_others_write_is_read_without_another_open() {
+fn writes_of_others_are_visible_without_a_new_open() {
     for cache in [Cache::Auto, Cache::Always] {
         let served = Served::with_events();
         let [one, two] = [(); 2].map(|()| served.connect(options(cache)));
@@ -150,7 +150,7 @@ fn names_are_published_with_the_numbers_of_the_client() {
 
 /// A new file that nobody has looked up yet is told of by its name.
 #[test]
-fn what_is_done_to_a_new_file_is_told_by_its_name() {
+fn changes_of_a_new_file_are_reported_by_name() {
     let served = Served::with_events();
     let [one, two] = [(); 2].map(|()| served.connect(options(Cache::Auto)));
     let (seen, _listening) = listen(&one);
@@ -254,7 +254,7 @@ fn hasty() -> Options {
 }
 
 #[test]
-fn nonsense_ends_the_connection_and_not_the_client() {
+fn an_invalid_message_ends_only_the_connection() {
     let record = |event: &Event| {
         let mut message = MessageWriter::new(false);
         assert!(message.push(&Record::of(1, event).unwrap()));
@@ -279,7 +279,7 @@ fn nonsense_ends_the_connection_and_not_the_client() {
 
 /// Numbers that nobody knows, files as directories, numbers that go back: what is told is of nothing.
 #[test]
-fn events_of_what_is_not_known_are_ignored() {
+fn events_of_unknown_inodes_are_ignored() {
     let text = name("x").to_buf();
     let (file, absent) = (Ino(FILE.path), Ino(u64::MAX));
     let strange = [
@@ -314,7 +314,7 @@ fn events_of_what_is_not_known_are_ignored() {
 
 /// A server that answers at once with nothing is asked no more often than another one.
 #[test]
-fn a_server_that_never_lets_it_wait_is_not_asked_all_the_time() {
+fn a_server_that_replies_at_once_is_polled_slowly() {
     let begin = Instant::now();
     let asked = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&asked);

@@ -159,7 +159,7 @@ fn listings_bring_every_name_once_with_its_inode() {
 }
 
 #[test]
-fn attributes_change_as_asked() {
+fn setattr_changes_the_given_attributes() {
     let served = Served::new();
     let client = served.connect(plain());
     let (entry, handle) = client.create(&CX, Ino::ROOT, name("a"), &common::file(0o600), OFlags::RDWR).unwrap();
@@ -295,7 +295,7 @@ fn where_a_file_ends_is_known_without_asking() {
 /// Linux asks for a file's capabilities before it writes, whenever it has been told attributes: that they are not there is
 /// known for a while, and of a new file at once.
 #[test]
-fn capabilities_that_are_not_there_are_asked_for_once() {
+fn missing_capabilities_are_requested_once() {
     const NAME: &[u8] = b"security.capability";
     let served = Served::new();
     let client = served.connect(Options { cache: ferry_9p_client::Cache::Auto, ..plain() });

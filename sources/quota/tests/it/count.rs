@@ -38,7 +38,7 @@ fn a_tree_counts_each_inode_once() {
 }
 
 #[test]
-fn a_count_finds_what_others_changed() {
+fn a_count_finds_changes_of_others() {
     let tree = Tree::new(100 * K, None);
     let file = tree.create("f").unwrap();
     fs::write(tree.path("host"), vec![1; 80 << 10]).unwrap();

@@ -180,7 +180,7 @@ fn a_clean_stop_leaves_nothing_in_flight() {
 }
 
 #[test]
-fn what_was_in_flight_of_another_guest_is_not_this_ones() {
+fn requests_of_another_guest_are_not_served() {
     for packed in [false, true] {
         for (is_own, first) in [(true, 0), (true, 3), (true, 6), (false, 0)] {
             let log = if is_own { own_area() } else { area(1, 8) }.region(0).unwrap();

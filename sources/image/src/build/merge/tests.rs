@@ -202,7 +202,7 @@ fn images(layers: &[Names]) -> Vec<Image> {
 
 proptest! {
     #[test]
-    fn the_merged_image_shows_what_layers_show(layers in prop::collection::vec(names(), 1..5)) {
+    fn the_merged_image_equals_its_layers(layers in prop::collection::vec(names(), 1..5)) {
         let bytes = merged(&images(&layers)).unwrap();
         prop_assert_eq!(&bytes, &merged(&images(&layers)).unwrap(), "it is the same each time");
         let image = Image::from_bytes(bytes).unwrap();
@@ -224,7 +224,7 @@ proptest! {
 }
 
 #[test]
-fn what_only_overlayfs_can_show_is_refused_by_name() {
+fn attributes_of_overlayfs_are_refused_with_their_name() {
     let layer = |name: &str, value: &[u8]| {
         let mut tree = Tree::default();
         tree.nodes.push(node(0, 0o040_755, 2, Content::Directory(vec![(Name::new(b"a").unwrap().to_buf(), 1)])));

@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directories_and_tags_are_told_apart() {
+    fn directories_and_tags_are_distinguished() {
         let folder = tempfile::tempdir().expect("a folder can be made");
         let colons = folder.path().join("a:b");
         std::fs::create_dir(&colons).expect("a folder can be made");

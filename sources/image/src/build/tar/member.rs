@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_not_the_end() {
+    fn an_unreadable_header_is_not_the_end() {
         let archive = || io::Cursor::new([0; HEADER_BYTES]);
         let next = |input: &mut dyn Read| {
             Members::of(input, Path::new("archive"), Globals::Apply).next().map(|found| found.is_none())

@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_comes_before_what_is_in_it_and_a_link_once() {
+    fn directories_precede_their_entries_and_links_appear_once() {
         let node = |content| Node {
             mode: 0o100_644,
             uid: 0,

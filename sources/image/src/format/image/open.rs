@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn where_holes_cannot_be_told_nothing_is_one() {
+    fn without_hole_detection_everything_is_data() {
         let (one, _other) = UnixStream::pair().expect("sockets can be made");
         assert_eq!(mostly_holes(&OwnedFd::from(one).into(), 1 << 30).expect("it is not asked"), None);
     }
