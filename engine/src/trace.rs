@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_does_not_come_costs_a_bounded_amount() {
+    fn an_absent_reader_costs_bounded_memory() {
         let tracer = Tracer::default();
         let now = Instant::now();
         for _ in 0..WAITING_MAX + 10 {

@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_that_end_are_known() {
+    fn ended_threads_are_known() {
         let own_stat = format!("/proc/self/task/{}/stat", gettid());
         assert!(!is_exiting(&fs::read(own_stat).expect("a thread")));
         assert!(is_exiting(b"4297 (a) b) c) Z 2197 2193 31546 0 -1 4228364 581 0"));

@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn mounts_know_their_words() {
+    fn mount_options_are_parsed() {
         let words = |words: &str| words.split_whitespace().map(String::from).collect::<Vec<_>>();
         for (given, foreign, nosuid, nodev) in [
             ("", false, false, false),

@@ -262,7 +262,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_directory_has_a_tag_of_its_own() {
+    fn every_directory_has_its_own_tag() {
         let dirs = ["/a/src", "/b/src", "/c/src-2", "/d/.root", "/e/src", "/"].map(PathBuf::from);
         assert_eq!(tags(&dirs), ["src", "src-2", "src-2-2", "root", "src-3", "share"]);
     }

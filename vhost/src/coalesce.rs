@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_driver_is_noticed() {
+    fn a_changed_driver_is_detected() {
         let mut coalescer = Coalescer::new();
         serve(&mut coalescer, &Driver { depth: 16, gap: EMULATED }, 5000);
         assert!(is_pausing(&coalescer).is_some());

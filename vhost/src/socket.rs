@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_goes_with_its_server_and_is_its_users_alone() {
+    fn a_socket_is_private_and_removed_with_its_server() {
         let folder = Folder::new("goes");
         let path = folder.0.join("s");
         let socket = Socket::bind(&path).expect("a free path");
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_is_given_the_socket_and_not_where_a_link_leads() {
+    fn a_group_gets_the_socket_and_not_a_links_target() {
         let folder = Folder::new("group");
         let path = folder.0.join("s");
         let gid = if rustix::process::geteuid().is_root() { 4321 } else { rustix::process::getegid().as_raw() };

@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_serves_gives_way_until_it_is_not_wanted() {
+    fn a_busy_thread_yields_until_it_is_idle() {
         if !is_possible() {
             assert_eq!(policy(), libc::SCHED_OTHER, "what cannot be undone is not tried");
             return;

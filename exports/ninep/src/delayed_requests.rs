@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clients_take_turns_and_only_cancelled_requests_leave() {
+    fn clients_alternate_and_only_cancelled_requests_leave_the_queue() {
         let limiter = RateLimiter::new(&ferry_engine::TokenBucket::new(None));
         let delayed = DelayedRequests::new(&limiter).unwrap();
         let [one, other] = [Peer::User(1), Peer::User(2)];

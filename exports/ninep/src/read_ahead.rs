@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn goes_no_further_ahead_than_was_read() {
+    fn read_ahead_is_at_most_as_long_as_the_reads() {
         let mut reader = Reader::default();
         let (mut read, mut asked) = (0, 0);
         for number in 0..100_u64 {

@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_says_too_much_or_too_slowly_is_left() {
+    fn endless_and_slow_replies_are_abandoned() {
         let begin = Instant::now();
         let error = told(|client| (0..).try_for_each(|_| client.write_all(&[b'x'; 65536]))).expect_err("no end");
         assert!(format!("{error:#}").contains("longer than"), "{error:#}");

@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn containers_are_known_by_their_folders() {
+    fn containers_are_identified_by_their_folders() {
         let task = "/run/containerd/io.containerd.runtime.v2.task/k8s.io/0123456789abcdef/rootfs";
         for (at, name, expected) in [
             (task, "0123456789abcdef", true),

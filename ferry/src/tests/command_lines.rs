@@ -98,7 +98,7 @@ fn refusal(line: &str) -> Option<String> {
 }
 
 #[test]
-fn every_command_line_is_one_that_the_program_takes() {
+fn every_shown_command_line_is_valid() {
     let mut taken = 0;
     for (place, texts) in texts() {
         for line in

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_map_that_takes_privileges_is_refused_without_them() {
+    fn a_map_that_needs_privileges_is_refused_without_them() {
         let map = |map| Map::parse(map).expect(map).check_id(1000);
         assert_eq!(map(":0:1000:1:"), Ok(()));
         assert_eq!(map(":5:1000:1:"), Ok(()));

@@ -127,7 +127,7 @@ mod tests {
 
     /// The file's place is known beforehand: somebody may have put there what is to be overwritten.
     #[test]
-    fn a_process_number_is_written_to_a_file_of_its_own_alone() {
+    fn a_pid_file_belongs_to_one_process() {
         use std::os::unix::fs::{PermissionsExt, symlink};
         let folder = tempfile::tempdir().expect("a folder");
         let at = |name: &str| folder.path().join(name);

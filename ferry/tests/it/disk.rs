@@ -50,7 +50,7 @@ fn makes_grows_and_offers_files() {
 
 /// A disk that is offered may be made in the same line, and the line may be given again once it was made larger.
 #[test]
-fn a_new_file_is_made_and_offered_and_none_is_left_by_a_mistake() {
+fn a_new_file_is_offered_and_removed_after_an_error() {
     let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
     let (disk, socket) = (folder.path().join("disk"), folder.path().join("s"));
     for bytes in [4 << 20, 8 << 20] {
@@ -119,7 +119,7 @@ impl Drop for Far {
 }
 
 #[test]
-fn a_disk_whose_storage_hangs_holds_up_no_other() {
+fn a_hanging_disk_does_not_delay_others() {
     common::needs_fuse!();
     let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
     let at = |name: &str| folder.path().join(name);
@@ -155,7 +155,7 @@ fn a_disk_whose_storage_hangs_holds_up_no_other() {
 
 /// One that hangs beside shares, in a file: all others are served, it is named, and served when its storage answers.
 #[test]
-fn a_disk_in_a_file_whose_storage_hangs_holds_up_no_share_and_no_disk() {
+fn a_hanging_disk_in_a_file_delays_no_share_and_no_disk() {
     common::needs_fuse!();
     let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
     let at = |name: &str| folder.path().join(name);

@@ -13,7 +13,7 @@ use common::{Server, ferry, needs_fuse, refused, run, wait};
 use rustix::process::{Pid, Signal, kill_process};
 
 #[test]
-fn returns_when_the_mount_is_there_and_goes_on() {
+fn returns_when_the_mount_exists_and_serves_on() {
     needs_fuse!();
     let place = Place::new();
     let pid = place.mounted(&["--path", "devfuse"]);
@@ -107,7 +107,7 @@ fn bad_places_are_refused_in_sentences() {
 
 /// In a mount namespace of its own, where /dev can be anything.
 #[test]
-fn a_machine_without_fuse_says_so() {
+fn a_machine_without_fuse_is_an_error() {
     needs_fuse!();
     let place = Place::new();
     let program = env!("CARGO_BIN_EXE_ferry");

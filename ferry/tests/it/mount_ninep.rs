@@ -51,7 +51,7 @@ fn a_server_by_a_relative_path_is_found_again() {
 }
 
 #[test]
-fn umount_does_not_wait_for_a_server_that_is_gone() {
+fn umount_does_not_wait_for_an_ended_server() {
     needs_fuse!();
     let place = Place::new();
     let server = serve(&place);

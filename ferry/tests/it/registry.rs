@@ -123,17 +123,17 @@ fn servers_die(kind: Kind, layout: &'static str) {
 }
 
 #[test]
-fn a_registry_that_dies_half_way_is_gone_on_with() {
+fn a_push_continues_after_a_registry_fails() {
     LAYOUTS.into_iter().for_each(|layout| servers_die(Kind::Oci, layout));
 }
 
 #[test]
-fn an_s3_store_that_dies_half_way_is_gone_on_with() {
+fn a_push_continues_after_an_s3_store_fails() {
     LAYOUTS.into_iter().for_each(|layout| servers_die(Kind::S3, layout));
 }
 
 #[test]
-fn a_pull_that_is_killed_is_gone_on_with() {
+fn a_killed_pull_continues() {
     LAYOUTS.into_iter().for_each(pulls_are_killed);
 }
 
@@ -162,7 +162,7 @@ fn pulls_are_killed(layout: &'static str) {
 
 /// Two processes pull one image into one store, and the one that fetches is killed half-way: the other one goes on from there.
 #[test]
-fn a_pull_goes_on_where_another_one_that_fetched_the_same_was_killed() {
+fn a_pull_continues_where_another_one_was_killed() {
     for layout in LAYOUTS {
         let place = Place::laid_out(layout);
         let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };

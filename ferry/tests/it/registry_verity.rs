@@ -96,7 +96,7 @@ fn packs_for_verity_go_to_an_s3_store_and_back() {
 
 /// What fills blocks is known: nobody has to be asked for it.
 #[test]
-fn flipped_bits_behind_objects_are_mended_without_a_server_and_others_with_one() {
+fn flipped_bits_in_padding_are_repaired_without_a_server() {
     let place = Place::for_verity();
     let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };
     place.build();

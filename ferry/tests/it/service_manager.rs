@@ -64,7 +64,7 @@ pub fn signal(child: &Child, signal: Signal) {
 
 /// However many processes a start makes, the one that the manager knows says both, once each, and only when all sockets are there.
 #[test]
-fn the_started_process_says_when_it_is_ready_and_when_it_stops() {
+fn the_started_process_notifies_ready_and_stopping() {
     let folder = tempfile::tempdir().unwrap();
     let manager = Manager::new(folder.path());
     let tree = folder.path().join("tree");

@@ -142,7 +142,7 @@ fn state_is_kept_in_a_folder_of_this_users_own_alone() {
 
 /// One that has ended before its server is no zombie until that ends.
 #[test]
-fn a_keeper_that_was_killed_is_gone_at_once() {
+fn a_killed_keeper_ends_at_once() {
     for sandbox in ["namespace", "none"] {
         let folder = tempfile::tempdir().unwrap();
         let (socket, state) = (folder.path().join("s"), folder.path().join("state"));

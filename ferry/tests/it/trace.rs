@@ -64,7 +64,7 @@ fn a_mounts_requests_are_events_with_begin_and_duration() {
 }
 
 #[test]
-fn a_trace_ends_with_its_time_and_serving_goes_on() {
+fn a_trace_ends_at_its_time_limit_while_serving_continues() {
     needs_fuse!();
     let place = Place::new();
     let file = place.at("trace");
@@ -112,7 +112,7 @@ fn shares_and_disks_have_traces_from_inside_their_sandboxes() {
 }
 
 #[test]
-fn a_full_disk_ends_a_trace_and_serving_goes_on() {
+fn a_full_disk_ends_a_trace_while_serving_continues() {
     needs_fuse!();
     if !rustix::process::geteuid().is_root() {
         ferry_skip::skip!("needs root to mount a small tmpfs");

@@ -100,7 +100,7 @@ fn a_guest_that_is_dropped_is_gone() {
 }
 
 #[test]
-fn failures_say_why() {
+fn failures_have_a_reason() {
     let (status, _, err) = run(guest(&["no-such-program"])).unwrap();
     assert_eq!(status, 127);
     assert!(String::from_utf8_lossy(&err).contains("no-such-program"));

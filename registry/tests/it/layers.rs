@@ -156,7 +156,7 @@ fn layers_are_read_before_they_are_pulled() {
 }
 
 #[test]
-fn an_image_that_was_opened_before_goes_on_without_its_manifest() {
+fn an_open_image_works_without_its_manifest() {
     let place = Place::new(layers(Format::ZstdChunked));
     drop(place.open(&place.fake.remote(), "lazy", None).unwrap());
     place.fake.requests();
@@ -238,7 +238,7 @@ fn images_that_cannot_be_read_by_chunks_are_pulled_as_a_whole() {
 
 /// A server that stops to send ranges later does not cause whole layers to be fetched for each chunk.
 #[test]
-fn ranges_that_are_gone_are_errors() {
+fn missing_ranges_are_errors() {
     let place = Place::new(layers(Format::Estargz));
     let remote = place.fake.remote();
     let source = place.open(&remote, "lazy", None).unwrap();

@@ -175,7 +175,7 @@ fn only_root_gets_events() {
 }
 
 #[test]
-fn numbers_that_a_guest_makes_up_lead_nowhere() {
+fn invented_inode_numbers_are_refused() {
     let (mut client, _) = client(true);
     assert!(client.negotiated.has(InitFlags::EXPORT_SUPPORT));
     client.gid = 0;
@@ -213,7 +213,7 @@ fn a_wait_can_be_interrupted() {
 
 /// What happened to a file that has gone since is replayed all the same: its kernel asks for attributes, and may not fail.
 #[test]
-fn events_of_a_file_that_has_gone_are_replayed() {
+fn events_of_a_removed_file_are_replayed() {
     let (mut client, source) = client(true);
     assert_eq!(wait(&mut client), (true, vec![]));
     assert!(matches!(client.ask(Ino::ROOT, Operation::Lookup { name: name(b"there") }), Answer::Reply(_)));

@@ -80,7 +80,7 @@ fn one_of_several_pulls_of_an_image_wins_while_garbage_is_collected() {
 
 /// containerd that is restarted in the middle of a call.
 #[test]
-fn a_call_that_is_given_up_is_finished_or_was_not_begun() {
+fn a_cancelled_call_is_complete_or_never_begun() {
     if !can_mount() {
         return;
     }

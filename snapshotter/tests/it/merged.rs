@@ -298,7 +298,7 @@ fn layers_with_renamed_directories_are_stacked() {
 
 /// Many starts from one image at once make it once.
 #[test]
-fn it_is_made_once_and_used_on() {
+fn a_merged_image_is_built_once_and_reused() {
     let Some(mut server) = server() else { return };
     let mut client = server.client();
     let ids = layers(&server, &mut client);

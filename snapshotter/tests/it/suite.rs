@@ -111,7 +111,7 @@ fn files_are_updated() {
 }
 
 #[test]
-fn a_directory_that_is_made_again_hides_the_old_one() {
+fn a_recreated_directory_hides_the_old_one() {
     all_look_like_a_directory(&[
         &[Dir("lib", 0o700), File("lib/hidden", "", 0o644), Dir("lib/deep", 0o755), File("lib/deep/hidden", "", 0o644)],
         &[Remove("lib"), Dir("lib", 0o700), File("lib/not-hidden", "", 0o644), Dir("lib/deep", 0o711)],

@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_of_rule_goes_its_way() {
+    fn each_kind_of_rule_is_applied() {
         for (rule, guest, host) in [
             ("guest:10:100:5", vec![(9, Some(9)), (10, Some(100)), (14, Some(104)), (15, Some(15))], vec![(100, 100)]),
             ("host:100:10:5", vec![(10, Some(10))], vec![(99, 99), (100, 10), (104, 14), (105, 105)]),
@@ -257,7 +257,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn maps_go_there_and_back(from in 0_u32..1000, to in 0_u32..1000, count in 1_u32..1000, id: u32) {
+        fn maps_are_reversible(from in 0_u32..1000, to in 0_u32..1000, count in 1_u32..1000, id: u32) {
             let ids = ids(&[&format!("map:{from}:{to}:{count}")]);
             let inside = id.checked_sub(from).is_some_and(|at| at < count);
             let there = ids.to_host(id).unwrap();

@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_goes_below_a_prefix() {
+    fn all_attributes_are_stored_below_a_prefix() {
         let map = map(":map::user.virtiofs.:");
         assert_eq!(to_host(&map, "security.selinux"), Ok("user.virtiofs.security.selinux".into()));
         let names = ["user.virtiofs.trusted.a", "user.b", "security.c", "user.virtiofs."];
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn some_go_below_a_prefix() {
+    fn selected_attributes_are_stored_below_a_prefix() {
         let map = map("/map/trusted./user.v./");
         assert_eq!(to_host(&map, "trusted.x"), Ok("user.v.trusted.x".into()));
         assert_eq!(to_host(&map, "user.v.trusted.x"), Err(Errno::PERM));

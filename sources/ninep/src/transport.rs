@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_reached_itself_is_known() {
+    fn a_socket_connected_to_itself_is_detected() {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
         socket.connect(&socket.local_addr().unwrap()).unwrap();

@@ -292,7 +292,7 @@ mod tests {
 
     /// With a birth always active, as when several clients make files.
     #[test]
-    fn charges_go_although_something_is_always_being_created() {
+    fn charges_end_despite_constant_creation() {
         let charges = Charges::default();
         let mut birth = charges.birth();
         for number in 0..1000 {

@@ -70,7 +70,7 @@ impl Client for Guest {
 }
 
 #[test]
-fn slow_requests_hold_up_no_others_of_their_queue() {
+fn slow_requests_do_not_delay_their_queue() {
     let _alone = alone();
     let Some(mounted) = Mounted::new() else { return };
     let mut guest = Guest::start(&mounted);
@@ -137,7 +137,7 @@ impl Drop for ThrottledDisk {
 
 #[test]
 #[ignore = "mounts a file system of its own, and writes much"]
-fn buffered_writes_that_wait_for_the_disk_hold_up_no_others() {
+fn throttled_buffered_writes_delay_no_other_request() {
     const CHUNK: usize = 1 << 20;
     const CHUNKS: u64 = 256;
     let _alone = alone();

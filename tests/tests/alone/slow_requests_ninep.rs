@@ -167,12 +167,12 @@ const SHORT: (Duration, Duration) = (Duration::from_millis(300), Duration::from_
 const LONG: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(4));
 
 #[test]
-fn slow_requests_hold_up_no_others_of_their_socket() {
+fn slow_requests_do_not_delay_their_socket() {
     others_are_undisturbed(false, &[SLOW_MAX], SHORT);
 }
 
 #[test]
-fn slow_requests_hold_up_no_others_of_their_device() {
+fn slow_requests_do_not_delay_their_device() {
     others_are_undisturbed(true, &[SLOW_MAX], SHORT);
 }
 

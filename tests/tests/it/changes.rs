@@ -232,7 +232,7 @@ fn shares_of_a_user_come_and_go() {
 }
 
 #[test]
-fn a_reload_makes_the_difference() {
+fn a_reload_applies_the_differences() {
     if !is_root() {
         return;
     }
@@ -529,7 +529,7 @@ fn servers_of_other_users_cannot_be_changed() {
 
 /// Scripts need not wait for each other.
 #[test]
-fn changes_at_once_are_made_in_turn() {
+fn concurrent_changes_are_serialized() {
     if !is_root() {
         return;
     }
@@ -556,7 +556,7 @@ fn changes_at_once_are_made_in_turn() {
 
 /// Killed while a change waits, it leaves no process, and the next start serves the same sockets.
 #[test]
-fn a_manager_that_is_killed_takes_all_with_it() {
+fn a_killed_manager_ends_its_servers() {
     if !is_root() {
         return;
     }

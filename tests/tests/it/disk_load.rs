@@ -67,7 +67,7 @@ fn every_block_holds_its_last_write() {
 }
 
 #[test]
-fn a_block_that_changes_behind_the_load_is_noticed() {
+fn a_block_changed_behind_the_load_is_detected() {
     let disk = DiskServer::new(Place::Disk, BYTES, &Options { cache: Some(Cache::Writeback), ..Options::default() });
     let done = AtomicBool::new(false);
     let load = Load { op: Op::Read, seconds: Some(1.0), requests: None, ..base() };

@@ -557,7 +557,7 @@ fn images_that_need_a_check_are_only_read() {
 }
 
 #[test]
-fn features_that_are_not_known_are_refused_by_name() {
+fn unknown_features_are_refused_by_name() {
     if !ferry_alone::in_own_process() {
         return;
     }

@@ -43,7 +43,7 @@ fn repeated(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn no_error_tells_its_cause_twice() {
+fn no_error_repeats_its_cause() {
     let mut files = Vec::new();
     sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join(".."), &mut files);
     assert!(files.len() > 500, "there are more than {} source files", files.len());

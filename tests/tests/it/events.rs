@@ -533,7 +533,7 @@ fn random_operations_correct_leased_caches() {
 
 /// By a 9P server, its client and the agent in the guest.
 #[test]
-fn random_operations_are_seen_once_by_way_of_9p() {
+fn random_operations_are_seen_once_through_9p() {
     let missing = random(|| Watched::by_ninep(Cache::Auto), 1000);
     assert!(missing.is_empty(), "{missing:?}");
 }

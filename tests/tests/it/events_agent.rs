@@ -12,7 +12,7 @@ use crate::events_programs::{PRELUDE, beside, while_guest_runs};
 
 /// Each mistake is one sentence, and a signal ends an agent that waits at once.
 #[test]
-fn an_agent_says_why_it_ends() {
+fn an_ending_agent_reports_its_reason() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Auto) else { return };
     let script = format!(

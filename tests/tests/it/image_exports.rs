@@ -690,7 +690,7 @@ fn a_refusal_of_everything_does_not_end_the_sharing_of_pages() {
 }
 
 #[test]
-fn damaged_bytes_come_into_no_window() {
+fn damaged_data_never_reaches_a_window() {
     if !ferry_alone::in_own_process() {
         return;
     }

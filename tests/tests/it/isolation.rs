@@ -371,7 +371,7 @@ const WITHOUT_NAMESPACES: [&str; 7] = [
 
 /// Landlock stands around a directory: with rules about files where none is opened by its handle, and without them where some are.
 #[test]
-fn landlock_stands_around_a_directory() {
+fn landlock_confines_to_a_directory() {
     if !is_root() {
         return;
     }

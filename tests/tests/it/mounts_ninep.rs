@@ -182,7 +182,7 @@ fn caller(number: u32, at: &Path, shared: &File) -> io::Result<()> {
 }
 
 #[test]
-fn many_callers_do_not_get_in_each_others_way() {
+fn many_callers_do_not_interfere() {
     for name in ["ninep_devfuse", "ninep_devfuse_none"] {
         let (_folder, server) = served();
         let Some(mounted) = mount(&server, name) else { return };

@@ -118,7 +118,7 @@ fn a_cut_line_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_new_connection_knows_nothing_of_the_old_one() {
+fn a_new_connection_starts_without_state() {
     let share = Share::new(Cache::Auto);
     let mut driver = connect(&share);
     let (entry, open) = driver.create(ROOT, "file", O_RDWR_CREAT, 0o100_644).unwrap();
@@ -136,7 +136,7 @@ fn a_new_connection_knows_nothing_of_the_old_one() {
 }
 
 #[test]
-fn a_second_init_gives_everything_back() {
+fn a_second_init_releases_everything() {
     let share = Share::new(Cache::Auto);
     let mut driver = connect(&share);
     for round in 0..20 {
@@ -163,7 +163,7 @@ fn a_second_init_gives_everything_back() {
 }
 
 #[test]
-fn destroy_gives_everything_back() {
+fn destroy_releases_everything() {
     let share = Share::new(Cache::Auto);
     let mut driver = connect(&share);
     let (entry, open) = driver.create(ROOT, "file", O_RDWR_CREAT, 0o100_644).unwrap();

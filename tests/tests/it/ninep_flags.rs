@@ -158,7 +158,7 @@ fn the_server_receives_users_and_open_flags() {
 
 /// Of many lookups at once only so many requests are under way.
 #[test]
-fn as_many_requests_are_under_way_as_was_said() {
+fn the_number_of_requests_in_flight_is_the_configured_one() {
     const CALLERS: usize = 12;
     for in_flight in [1, 3, 7] {
         let mut shared = Shared::with(&format!("--in-flight {in_flight}"));
@@ -179,7 +179,7 @@ fn as_many_requests_are_under_way_as_was_said() {
 
 /// The default is longer than this waits.
 #[test]
-fn a_server_that_has_gone_is_waited_for_as_long_as_was_said() {
+fn the_wait_for_a_lost_server_is_the_configured_one() {
     let shared = Shared::with("--patience 2");
     let client = client(shared.folder.path());
     shared.leave();
@@ -192,7 +192,7 @@ fn a_server_that_has_gone_is_waited_for_as_long_as_was_said() {
 /// A file that fits into the memory that there is by default is read again without the server; of one that does not, some has to be
 /// asked for again.
 #[test]
-fn as_much_of_files_is_kept_as_was_said() {
+fn the_cache_size_is_the_configured_one() {
     const MIB: u64 = 1 << 20;
     const FILE_BYTES: u64 = 48 * MIB;
     if let Some(why) = missing() {

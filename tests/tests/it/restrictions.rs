@@ -307,7 +307,7 @@ fn a_plain_users_server_keeps_restrictions_of_clients_or_fails() {
 
 /// What the kernel is to hold a plain user's server to is in the kernel's tables.
 #[test]
-fn a_plain_users_server_is_confined_as_its_options_say() {
+fn an_unprivileged_server_is_confined_by_its_options() {
     if !is_root() {
         return;
     }

@@ -285,13 +285,13 @@ fn loses(loss: Loss) {
 }
 
 #[test]
-fn a_guest_whose_keeper_is_gone_does_not_spin() {
+fn a_guest_without_a_keeper_does_not_spin() {
     loses(Loss::KeeperLast(Signal::KILL));
     loses(Loss::KeeperLast(Signal::TERM));
 }
 
 #[test]
-fn a_guest_whose_keeper_is_gone_before_its_server_does_not_spin() {
+fn a_guest_whose_keeper_ends_first_does_not_spin() {
     loses(Loss::KeeperFirst);
 }
 

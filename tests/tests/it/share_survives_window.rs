@@ -361,7 +361,7 @@ fn killed_again_while_it_continues() {
 
 /// A front end that hangs up and comes again has nothing mapped: it is asked for all of it once more.
 #[test]
-fn a_front_end_that_comes_again_maps_all_of_it_again() {
+fn a_reconnected_front_end_maps_everything_again() {
     let (mut windowed, mut mapped) = (WindowGuest::new(false), Mapped::new());
     windowed.map_all(&mut mapped);
     store(&mapped, FILE_BYTES - 5, b"first");

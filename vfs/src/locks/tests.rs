@@ -363,7 +363,7 @@ fn the_limit_of_ranges_applies_to_all_files_of_a_client() {
 }
 
 #[test]
-fn no_client_takes_all_locks_with_any_number_of_sessions() {
+fn no_client_exhausts_the_locks_by_many_sessions() {
     let bound = registry::Bound { client_max: 60, all_max: 100 };
     let mut registry = Registry::default();
     let mut most = |session: SessionId| {

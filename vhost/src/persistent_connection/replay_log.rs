@@ -334,7 +334,7 @@ mod tests {
 
     /// A server that takes over must know the mappings before the regions.
     #[test]
-    fn the_window_comes_before_the_memory() {
+    fn the_window_is_searched_before_the_memory() {
         use request::*;
         let steps: &[(u32, &[u64])] = &[
             (SET_MEM_TABLE, &[1, 2]),
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_that_rests_goes_on_where_it_was() {
+    fn a_stopped_ring_continues_at_its_index() {
         use request::*;
         let setup = [(SET_VRING_BASE, 0), (SET_VRING_CALL, 0), (SET_VRING_KICK, 0), (SET_VRING_ENABLE, 1 << 32)];
         let mut steps: Vec<_> = setup.map(|(request, word)| (message(request, &[word]), 0)).into();

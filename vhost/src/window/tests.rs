@@ -85,7 +85,7 @@ fn a_mapping_is_there_when_its_region_is() {
 }
 
 #[test]
-fn a_front_end_that_tells_late_is_waited_for_from_then_on() {
+fn a_front_end_with_late_regions_is_waited_for_afterwards() {
     let (window, line) = window(REPLY_WITHIN, NOT_LONG);
     let file = memfd(1 << 20);
     let told = AddedRegion { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };

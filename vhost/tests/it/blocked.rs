@@ -67,7 +67,7 @@ impl<T> Drop for Keep<T> {
 }
 
 #[test]
-fn others_go_on_while_handlers_are_blocked_and_all_are_answered() {
+fn blocked_handlers_do_not_stop_other_requests() {
     for packed in [false, true] {
         let (_folder, toy, _server, mut driver) = started(packed);
         for _ in 0..3 {
@@ -143,7 +143,7 @@ fn a_stopping_queue_waits_for_other_threads() {
 }
 
 #[test]
-fn a_reply_may_come_before_the_thread_that_serves_is_back() {
+fn a_reply_may_precede_the_return_of_its_handler() {
     let (_folder, toy, _server, mut driver) = started(false);
     for number in [GATED | HELD | 1, GATED | HELD | PARKED | 1, GATED | PANICS | 2, GATED | 6] {
         let gate = toy.gate.lock().unwrap();
@@ -161,7 +161,7 @@ fn a_reply_may_come_before_the_thread_that_serves_is_back() {
 }
 
 #[test]
-fn a_front_end_that_goes_meanwhile_leaves_nothing_behind() {
+fn a_disconnecting_front_end_leaves_nothing_behind() {
     let (folder, toy, _server, mut driver) = started(false);
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     for _ in 0..3 {

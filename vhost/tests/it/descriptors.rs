@@ -21,7 +21,7 @@ fn take_all_descriptors() -> Vec<File> {
 }
 
 #[test]
-fn another_thread_goes_on_without_any_descriptor_left() {
+fn takeover_works_without_free_descriptors() {
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -66,7 +66,7 @@ fn a_message_waits_for_room_for_its_descriptor() {
 }
 
 #[test]
-fn queues_go_on_without_any_descriptor_left() {
+fn queues_work_without_free_descriptors() {
     if !ferry_alone::in_own_process() {
         return;
     }

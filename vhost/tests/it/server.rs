@@ -110,7 +110,7 @@ fn converse_slowly(driver: &mut Driver, depth: u64, count: u64) -> u64 {
 }
 
 #[test]
-fn a_slow_driver_with_much_under_way_need_not_kick_for_each_request() {
+fn a_slow_driver_with_deep_queues_kicks_rarely() {
     const COUNT: u64 = 4000;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");

@@ -199,7 +199,7 @@ fn files_that_are_opened_without_a_request_work_as_others() {
 }
 
 #[test]
-fn opens_are_requested_where_they_say_something() {
+fn open_is_sent_only_where_it_matters() {
     let locks = Features { posix_locks: true, ..Features::default() };
     for path in paths() {
         for (features, options) in [

@@ -132,7 +132,7 @@ fn a_mount_stops_while_requests_wait() {
 }
 
 #[test]
-fn requests_that_wait_are_served_when_the_limit_goes() {
+fn waiting_requests_are_served_when_the_limit_is_removed() {
     for path in paths() {
         let (mounted, all, file, mut child) = exhausted(path);
         thread::scope(|scope| {
@@ -154,7 +154,7 @@ fn requests_that_wait_are_served_when_the_limit_goes() {
 
 /// A reader that polls finds no request if its caller was killed meanwhile. It must not wait for the next one.
 #[test]
-fn killed_callers_hold_up_no_requests_that_wait() {
+fn killed_callers_do_not_delay_waiting_requests() {
     for path in paths() {
         let (mounted, all) = limited(path);
         let file = File::open(mounted.path("file")).unwrap();

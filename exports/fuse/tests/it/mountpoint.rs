@@ -144,7 +144,7 @@ fn the_next_mount_is_never_busy_for_the_end_of_the_last_one() {
 }
 
 #[test]
-fn a_mount_in_use_says_so() {
+fn unmounting_a_mount_in_use_is_an_error() {
     if !can_mount() {
         return;
     }

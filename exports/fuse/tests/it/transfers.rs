@@ -31,7 +31,7 @@ fn read(mounted: &Mounted, name: &str) -> std::io::Result<usize> {
 }
 
 #[test]
-fn a_slow_transfer_does_not_hold_up_its_cpu() {
+fn a_slow_transfer_does_not_delay_its_cpu() {
     // What is blocked is relieved after 20 ms anyway: this is sooner.
     const SOON: Duration = Duration::from_millis(12);
     for path in paths().into_iter().filter(|path| *path == Path::Uring) {

@@ -203,7 +203,7 @@ fn chains_that_make_no_sense_do_no_harm() {
 
 /// A reset, a new Tversion, and a connection that is lost each give everything back, also what waits for a lock.
 #[test]
-fn guests_that_go_hold_nothing() {
+fn disconnected_guests_hold_nothing() {
     let share = share();
     for way in ["reset", "version", "gone"] {
         let path = share.device();

@@ -205,7 +205,7 @@ fn a_request_waits_no_longer_than_it_may() {
 
 /// A session that ends has its events ended, too.
 #[test]
-fn a_session_that_begins_again_knows_nothing() {
+fn a_new_session_has_no_fids() {
     let (server, _mem) = told(Options::default());
     let (mut client, mut other) = (attached(&server, MSIZE), server.attached(0));
     begin(&mut client);

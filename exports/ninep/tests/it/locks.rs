@@ -72,7 +72,7 @@ fn a_lock_is_waited_for_and_other_requests_go_on() {
 }
 
 #[test]
-fn a_flush_gives_a_wait_up() {
+fn a_flush_cancels_a_wait() {
     let share = share();
     let (mut one, mut other) = (client(&share), client(&share));
     one.lock(FILE, LockKind::Write, 1, false).unwrap();
@@ -173,7 +173,7 @@ fn a_disconnect_releases_locks_and_waits() {
 }
 
 #[test]
-fn waits_take_no_threads() {
+fn waiting_locks_use_no_threads() {
     let share = share();
     let (mut one, mut other) = (client(&share), client(&share));
     one.lock(FILE, LockKind::Write, 1, false).unwrap();
@@ -239,7 +239,7 @@ fn processes_without_locks_take_no_descriptors() {
 }
 
 #[test]
-fn the_hosts_processes_are_in_the_way_too() {
+fn locks_of_host_processes_conflict() {
     let share = share();
     let mut client = client(&share);
     let file = fs::OpenOptions::new().read(true).write(true).open(share.path.join("f")).unwrap();

@@ -272,7 +272,7 @@ fn modes_for_clients_without_acls_grant_no_more_than_the_acl() {
 }
 
 #[test]
-fn walks_go_as_far_as_they_lead_and_never_above_the_root() {
+fn walks_stop_at_missing_names_and_at_the_root() {
     let share = DirServer::new(Options::default());
     fs::create_dir_all(share.path.join("a/b")).unwrap();
     fs::write(share.path.join("a/file"), "").unwrap();

@@ -132,7 +132,7 @@ fn is_answered(message: &[u8]) {
 }
 
 #[test]
-fn requests_that_wait_hold_up_no_others_of_their_client() {
+fn waiting_requests_do_not_delay_their_client() {
     let (gate, server, mut client) = client(Wait::UntilTold);
     for tag in 0..TOGETHER {
         ask(&mut client, 1000 + tag);
@@ -304,7 +304,7 @@ fn requests_before_a_new_session_get_no_reply() {
 
 /// A fid that is clunked while a read of it waits; the read goes on with the file that it had.
 #[test]
-fn a_fid_may_go_while_a_request_of_it_waits() {
+fn a_fid_can_be_clunked_while_its_request_waits() {
     let (gate, server, mut client) = client(Wait::UntilTold);
     client.send(Tag(1000), &Request::Read { fid: SLOW, offset: 0, bytes_max: 4 });
     server.settles(|usage| usage.requests == 1);
@@ -319,7 +319,7 @@ fn a_fid_may_go_while_a_request_of_it_waits() {
 
 /// A client that goes while all of its requests wait is gone when they end, and others are served meanwhile.
 #[test]
-fn a_client_may_go_while_its_requests_wait() {
+fn a_client_can_disconnect_while_its_requests_wait() {
     let (gate, server, mut client) = client(Wait::UntilTold);
     for tag in 0..8 {
         ask(&mut client, 1000 + tag);

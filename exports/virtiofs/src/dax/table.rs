@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_is_in_the_way_is_removed() {
+    fn all_obstacles_are_removed() {
         let halves = [CHUNK, CHUNK + CHUNK / 2].map(|at| Mapping { len: CHUNK / 2, ..asked(7, 0, at, false) });
         let all = halves.iter().map(placed).collect();
         assert_eq!(table(&halves).plan(&asked(9, 0, CHUNK, false)), Ok(MapPlan::Make(all)));

@@ -308,7 +308,7 @@ fn least_recently_used_directories_are_unwatched_and_everything_revalidated() {
 }
 
 #[test]
-fn watches_are_given_back_when_clients_forget() {
+fn watches_are_removed_when_clients_forget() {
     let (share, heard) = watched_directories(None);
     sh(&share, "for n in $(seq 200); do mkdir $n; echo 1 >$n/file; done");
     for round in 0..3 {

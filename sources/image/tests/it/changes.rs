@@ -83,7 +83,7 @@ fn a_pipe_that_replaces_a_file_does_not_block() {
 }
 
 #[test]
-fn a_rewritten_file_with_the_same_size_and_mtime_is_noticed() {
+fn a_rewritten_file_with_equal_size_and_mtime_is_detected() {
     both(&|file, _| {
         fs::write(file, bytes(7, LENGTH)).expect("files can be written");
         set_time(file, 1_600_000_000, 0);

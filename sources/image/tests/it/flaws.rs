@@ -265,7 +265,7 @@ impl Made {
 }
 
 #[test]
-fn fsck_names_each_thing_that_is_wrong() {
+fn fsck_names_each_error() {
     let (flat, composefs) = (Made::flat(), Made::composefs());
     for made in [flat, composefs] {
         assert_eq!(made.findings(|_| ()), Vec::<String>::new());
@@ -297,7 +297,7 @@ fn expected_errors() -> BTreeSet<i32> {
 }
 
 #[test]
-fn readers_of_a_flaw_get_eio_and_the_log_says_why() {
+fn readers_of_invalid_metadata_get_eio_and_a_log_line() {
     let (flat, composefs) = (Made::flat(), Made::composefs());
     let mut missed = Vec::new();
     let of_flat = FLAWS.iter().map(|damage| (flat, damage));

@@ -159,7 +159,7 @@ fn the_source_equals_the_tree() {
 }
 
 #[test]
-fn an_image_tells_whether_it_has_attributes_and_acls() {
+fn an_image_records_whether_it_has_attributes_and_acls() {
     let bench = Bench::new();
     let file = bench.tree().join("file");
     fs::write(&file, "x").expect("files can be made");
@@ -236,7 +236,7 @@ fn a_file_without_attributes_has_an_empty_list_as_in_the_kernels_mount() {
 
 /// Programs ask each file for them, unless they are told that there is no such thing anywhere.
 #[test]
-fn a_source_tells_which_attributes_no_file_has() {
+fn a_source_reports_absent_attributes() {
     let bench = Bench::new();
     for name in ["plain", "labelled"] {
         fs::write(bench.tree().join(name), "x").expect("files can be made");

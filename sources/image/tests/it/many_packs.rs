@@ -71,7 +71,7 @@ fn a_build_reads_the_indexes_of_those_packs_that_it_uses_and_of_a_few_more() {
 }
 
 #[test]
-fn a_build_makes_the_same_whatever_becomes_of_the_table_of_packs() {
+fn a_build_does_not_depend_on_the_table_of_packs() {
     let bench = many();
     // As it is, and a moment later.
     let sound = fs::read(table(&bench.store())).expect("there are enough packs for a table");
@@ -128,7 +128,7 @@ fn a_build_makes_the_same_whatever_becomes_of_the_table_of_packs() {
 }
 
 #[test]
-fn packs_that_were_removed_damaged_or_cut_off_after_the_table_was_made_are_not_used() {
+fn packs_changed_after_the_table_was_written_are_not_used() {
     let bench = many();
     let image = bench.path("image");
     let made = built(&bench.tree(), &image, &bench.store());

@@ -219,7 +219,7 @@ fn all_packs_are_named_of_which_something_cannot_be_had() {
 }
 
 #[test]
-fn of_several_damaged_objects_those_are_mended_that_can_be_had() {
+fn available_objects_among_several_damaged_are_repaired() {
     let (bench, built) = three();
     let path = pack_path(&bench, built.packs[0]);
     // All of it but the first object.
@@ -274,7 +274,7 @@ fn read_errors_are_not_damage_and_do_not_stop_repair() {
 }
 
 #[test]
-fn a_pack_that_is_too_long_is_mended_too() {
+fn a_pack_that_is_too_long_is_repaired() {
     let (bench, built) = three();
     let path = pack_path(&bench, built.packs[0]);
     write_over(&path, 9 * 4096, &[1]);
@@ -286,7 +286,7 @@ fn a_pack_that_is_too_long_is_mended_too() {
 }
 
 #[test]
-fn notes_go_with_their_packs() {
+fn damage_records_are_removed_with_their_packs() {
     let (bench, built) = three();
     write_over(&pack_path(&bench, built.packs[0]), 0, &[0xaa]);
     note(&bench, "image");
@@ -303,7 +303,7 @@ fn notes_go_with_their_packs() {
 }
 
 #[test]
-fn damaged_objects_of_composefs_are_removed_and_made_again() {
+fn damaged_objects_of_composefs_are_removed_and_rebuilt() {
     let bench = Bench::new();
     for number in 0..3 {
         fs::write(bench.tree().join(format!("{number}")), bytes(number, 9000)).expect("files can be made");

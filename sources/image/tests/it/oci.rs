@@ -161,7 +161,7 @@ fn layers_are_applied_as_the_specification_says() {
 
 /// Hard links: within a layer, to a lower layer's file, and of a file whose first name is removed.
 #[test]
-fn hard_links_go_across_layers() {
+fn hard_links_span_layers() {
     let bench = Bench::new();
     let mut bundle = Bundle::new(&bench, "bundle");
     let data = bytes(1, 9000);
@@ -280,7 +280,7 @@ fn an_image_is_chosen_by_tag_and_platform() {
 
 /// Where nobody asks for a variant, the image without one is taken.
 #[test]
-fn an_image_without_a_variant_goes_before_those_with_one() {
+fn an_image_without_a_variant_is_preferred() {
     let bench = Bench::new();
     let mut bundle = Bundle::new(&bench, "bundle");
     let mut manifest = |platform: &str| {

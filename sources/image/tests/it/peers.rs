@@ -338,7 +338,7 @@ fn random(seeds: std::ops::Range<u64>) {
 
 /// The model that the fuzz target compares with.
 #[test]
-fn a_simple_model_makes_the_same_of_random_layers() {
+fn a_simple_model_agrees_on_random_layers() {
     let mut compared = 0;
     for seed in 0..300 {
         let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
@@ -370,13 +370,13 @@ fn a_simple_model_makes_the_same_of_random_layers() {
 }
 
 #[test]
-fn umoci_makes_the_same_of_random_layers() {
+fn umoci_agrees_on_random_layers() {
     random(0..40);
 }
 
 #[test]
 #[ignore = "takes minutes"]
-fn umoci_makes_the_same_of_many_random_layers() {
+fn umoci_agrees_on_many_random_layers() {
     random(40..1000);
 }
 

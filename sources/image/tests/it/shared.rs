@@ -355,7 +355,7 @@ fn objects_of(bench: &Bench) -> Vec<std::path::PathBuf> {
 }
 
 #[test]
-fn objects_that_no_image_needs_go_and_nothing_else() {
+fn only_unneeded_objects_are_removed() {
     let bench = of_objects();
     bench.build("flat");
     let objects = bench.store().join("objects");

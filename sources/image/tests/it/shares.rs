@@ -161,7 +161,7 @@ fn twenty_images_take_little_more_than_their_new_data() {
 /// The same with the sizes of a distribution's files, of which the last block is half of what most of them have: that padding, and the
 /// packs' indexes, are all that is more than the ideal.
 #[test]
-fn twenty_images_of_small_files_take_their_padding_more() {
+fn twenty_images_of_small_files_also_take_their_padding() {
     let taken = twenty(&Bench::new(), 2000, root);
     eprintln!("{taken:?}, {} thousandths of the ideal", taken.stored * 1000 / taken.ideal);
     assert!(taken.stored * 200 <= (taken.ideal + taken.padding) * 201, "{taken:?}");

@@ -168,7 +168,7 @@ fn each_difference_changes_the_tree_digest() {
 }
 
 #[test]
-fn an_image_that_says_another_tree_than_it_has_is_refused_by_all_that_open_its_packs() {
+fn an_image_with_a_wrong_tree_digest_is_refused_by_all_users_of_packs() {
     let bench = Bench::new();
     fill(&bench.tree());
     let built = bench.build("image");

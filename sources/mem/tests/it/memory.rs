@@ -111,7 +111,7 @@ fn writes_through_another_descriptor_are_read() {
 }
 
 #[test]
-fn a_full_file_system_says_so() {
+fn a_full_file_system_is_an_error() {
     let Some(share) = share(64) else { return };
     let open = mapped(&share, "f", 8);
     let other = share.create(Ino::ROOT, "other", 0o644);

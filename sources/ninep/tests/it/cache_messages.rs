@@ -144,7 +144,7 @@ fn wait_until(condition: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_far_server_has_many_messages_under_way() {
+fn a_distant_server_has_many_messages_in_flight() {
     let far = Manners { delay: Duration::from_millis(1), ..Manners::default() };
     let (cache, _fake, file) = file(limits(), far, 64 * MIB);
     read_all(&file, 128 << 10);
@@ -301,7 +301,7 @@ fn a_failed_read_is_retried_by_the_next_reader() {
 }
 
 #[test]
-fn a_server_that_says_nothing_more_ends_with_an_error() {
+fn a_silent_server_causes_an_error() {
     struct Silent;
     impl ferry_9p_client::cache::Remote for Silent {
         fn message_bytes(&self) -> usize {

@@ -186,7 +186,7 @@ fn a_flood_is_merged() {
 
 /// With the connection, everything that was cached is in doubt, at once and without an end of the client's patience.
 #[test]
-fn a_lost_connection_makes_everything_forgotten() {
+fn a_lost_connection_drops_all_caches() {
     let served = Served::with_events();
     let one = served.connect(options(Cache::Always));
     let (made, handle) = make(&one, Ino::ROOT, "f");
@@ -331,7 +331,7 @@ fn a_server_that_replies_at_once_is_polled_slowly() {
 
 /// A server that keeps a request longer than it may has gone.
 #[test]
-fn a_server_that_says_nothing_any_more_is_noticed() {
+fn a_silent_server_is_detected() {
     let server = telling(|number, _| (number % 2 == 0).then(|| MessageWriter::new(true).finish()));
     let client = server.connect(hasty()).unwrap();
     let (seen, _listening) = listen(&client);

@@ -344,7 +344,7 @@ fn attributes_that_are_longer_than_they_can_be_are_refused() {
 
 /// A lock is had only where the server says so.
 #[test]
-fn locks_are_had_only_when_the_server_says_so() {
+fn locks_need_the_servers_grant() {
     let lock = Lock {
         kind: LockKind::Write,
         owner: LockOwner { session: CX.session, id: 1 },

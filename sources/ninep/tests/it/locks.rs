@@ -103,7 +103,7 @@ fn waiting_ends_with_the_lock_or_its_cancellation() {
 
 /// Its request at the server may be granted while it is being given up.
 #[test]
-fn a_wait_that_was_interrupted_and_made_again_gets_the_lock_and_keeps_it() {
+fn a_repeated_wait_gets_the_lock_and_keeps_it() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
     for _ in 0..20 {

@@ -179,7 +179,7 @@ fn data_lost_by_a_restart_are_not_written_to_another_file() {
 }
 
 #[test]
-fn a_look_up_after_a_restart_does_not_take_one_file_for_the_other() {
+fn a_lookup_after_a_restart_does_not_confuse_files() {
     for (before, after, is_same) in RESTARTS.into_iter().take(5) {
         let server = Restarted::new(born(before.0, before.1), born(after.0, after.1));
         let client = server.client(Cache::None);

@@ -224,7 +224,7 @@ fn small_messages_carry_long_transfers() {
 }
 
 #[test]
-fn as_many_requests_are_under_way_as_there_are_callers() {
+fn each_caller_has_a_request_in_flight() {
     let slow = common::Slow::source(std::time::Duration::from_millis(200));
     let served = Served::of(slow, ferry_ninep::Users::Client);
     let client = served.connect(plain());
@@ -268,7 +268,7 @@ fn older_servers_remove_and_rename_by_fid() {
 
 /// Who reads and writes by turns does not wait for the server each time: only users' questions have data written first.
 #[test]
-fn where_a_file_ends_is_known_without_asking() {
+fn the_end_of_a_file_is_known_without_a_request() {
     let served = Served::new();
     let client = served.connect(Options { cache: ferry_9p_client::Cache::Auto, ..plain() });
     let (made, handle) = client.create(&CX, Ino::ROOT, name("f"), &common::file(0o600), flags("rw")).unwrap();

@@ -175,7 +175,7 @@ fn files_are_not_left_open_and_removed_ones_are_no_error() {
 
 /// One that somebody refers to has its fid, and none that is open.
 #[test]
-fn files_that_are_known_are_not_left_open() {
+fn known_files_are_not_kept_open() {
     for cache in [Cache::Auto, Cache::None] {
         let served = Served::new();
         let client = served.connect(Options { cache, ..Options::default() });

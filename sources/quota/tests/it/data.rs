@@ -101,7 +101,7 @@ fn copies_count() {
 }
 
 #[test]
-fn open_with_truncation_gives_back_room() {
+fn open_with_truncation_frees_space() {
     let tree = Tree::new(40 * K, None);
     let file = tree.create("f").unwrap();
     assert_eq!(tree.write(file, 0, 60 << 10), Ok(40 << 10));
@@ -210,7 +210,7 @@ fn writes_clear_privileges() {
 }
 
 #[test]
-fn data_passes_by_no_other_way() {
+fn all_data_paths_are_counted() {
     let tree = Tree::new(4 * K, None);
     let (ino, handle) = tree.create("f").unwrap();
     assert!(tree.quota.backing(&tree.cx, ino, handle).is_none() && !tree.quota.features().backing);

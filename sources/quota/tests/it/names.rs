@@ -96,7 +96,7 @@ fn a_file_without_a_name_can_get_one() {
 }
 
 #[test]
-fn renames_that_replace_something_give_back_its_room() {
+fn replacing_renames_free_space() {
     let tree = Tree::new(64 * K, Some(8));
     let Tree { quota, cx, .. } = &tree;
     let rename = |from: &'static str, to: &'static str, flags| {

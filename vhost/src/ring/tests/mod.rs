@@ -78,7 +78,7 @@ impl Driver {
 }
 
 #[test]
-fn takes_a_chain_and_gives_it_back() {
+fn takes_a_chain_and_returns_it() {
     let (mut driver, mut ring) = Driver::new();
     let mut chain = Chain::default();
     assert_eq!(ring.pop(&mut chain).unwrap(), PopOutcome::Empty);

@@ -18,7 +18,7 @@ fn ring(event_index: bool) -> (Guest, Ring) {
 }
 
 #[test]
-fn takes_chains_and_gives_them_back_out_of_order() {
+fn takes_chains_and_returns_them_out_of_order() {
     let (mut guest, mut ring) = ring(true);
     assert!(pop(&mut ring).is_none() && !ring.has_available());
     guest.submit(3, false).unwrap();
@@ -151,7 +151,7 @@ fn rings_outside_memory_or_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn begins_where_the_front_end_says_in_either_dialect() {
+fn begins_at_the_base_in_each_encoding() {
     let cases: [(u32, u16, u32); 6] = [
         // What is said, the flags of the first descriptor, where it begins.
         (0x8000_8000, 0, 0x8000_8000),
