@@ -104,7 +104,7 @@ impl Logging {
         Ok(Self { reload, listeners, own_requests, started: level.into() })
     }
 
-    /// Logs at another level from now on, as if it had been that of the start.
+    /// Changes the level permanently; later changes for listeners are relative to it.
     ///
     /// # Errors
     /// [`Error::Reload`].
@@ -394,7 +394,7 @@ mod tests {
         assert_eq!(String::from_utf8_lossy(&bytes[..length]), expected);
         drop(log);
         assert!(writer.syslog.as_ref().unwrap().send(3, b"nobody").is_err());
-        line.write_all(b"said on standard error\n").unwrap();
+        line.write_all(b"on standard error\n").unwrap();
     }
 
     /// Two places of a program that repeat a message are limited separately.

@@ -1,7 +1,7 @@
-//! The socket of a manager: the process that starts and ends servers when it is asked to.
+//! The socket of a manager: the process that starts and ends servers on request.
 //!
-//! A manager has one thread, because it forks. So nothing here waits: clients send their request in pieces, as slowly as they like,
-//! and the caller polls [`ManagerSocket::descriptors`].
+//! A manager has one thread, because it forks. So nothing here waits: clients may send their request slowly and in pieces, and the
+//! caller polls [`ManagerSocket::descriptors`].
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,22 +14,22 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, FileName, Reply, socket_dir};
 
-/// Enough for a command line with a dozen paths of 4096 bytes as lists of numbers.
+/// The maximum length of a request in bytes: a command line with a dozen paths of 4096 bytes as lists of numbers.
 const REQUEST_BYTES_MAX: usize = 256 << 10;
-/// How long a client may take for its request. Clients send it at once.
+/// The maximum time for a request. Clients send it at once.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// The maximum number of clients whose request is incomplete; others wait in the backlog of the socket.
 const CLIENTS_MAX: usize = 8;
 
-/// A request to a manager; one line. The reply is a [`Reply`] with a list of sentences that say what holds now.
+/// A request to a manager, as one line. The reply is a [`Reply`] with a list of sentences about the new state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum ManagerRequest {
-    /// Serves more.
+    /// Adds a share or disk.
     Add {
         /// `share` or `disk`, and the rest of its command line.
         words: Vec<FileName>,
-        /// The folder that relative paths are relative to.
+        /// The base of relative paths.
         folder: FileName,
     },
     /// Ends the server of a share or disk.
@@ -38,12 +38,12 @@ pub enum ManagerRequest {
         pid: u32,
         /// The index in [`crate::Status::shares`]; `None`: the only one.
         share: Option<usize>,
-        /// Also while clients are connected.
+        /// Whether to remove it while clients are connected.
         force: bool,
     },
     /// Reads the configuration file again, and serves what it lists.
     Reload {
-        /// Also removes what clients are connected to.
+        /// Whether to remove shares and disks while clients are connected.
         force: bool,
     },
 }
@@ -53,7 +53,7 @@ pub enum ManagerRequest {
 pub struct ManagerClient(UnixStream);
 
 impl ManagerClient {
-    /// Whether it has gone, so that nobody waits for the reply.
+    /// Whether it has disconnected and needs no reply.
     #[must_use]
     pub fn has_gone(&self) -> bool {
         let mut polled = [PollFd::new(&self.0, PollFlags::RDHUP)];
@@ -111,7 +111,7 @@ impl ManagerSocket {
         self.socket.leave_file();
     }
 
-    /// Returns what becomes readable when [`Self::requests`] has something to do.
+    /// Returns the descriptors that become readable when [`Self::requests`] must be called.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let listener = (self.clients.len() < CLIENTS_MAX).then(|| self.listener.as_fd());
         listener.into_iter().chain(self.clients.iter().map(|client| client.stream.as_fd()))
@@ -124,7 +124,7 @@ impl ManagerSocket {
         ends.min().map(|end| end.saturating_duration_since(Instant::now()))
     }
 
-    /// Accepts clients and reads what they have sent; returns the complete requests. `is_ours` tells whether a user has access.
+    /// Accepts clients and reads their input; returns the complete requests. `is_ours` returns whether a user has access.
     pub fn requests(&mut self, is_ours: fn(u32) -> bool) -> Vec<(ManagerRequest, ManagerClient)> {
         while self.clients.len() < CLIENTS_MAX {
             let Ok((stream, _)) = self.listener.accept() else { break };
@@ -145,7 +145,7 @@ impl ManagerSocket {
     }
 }
 
-/// Checks that a client may ask, and never waits for it.
+/// Checks that a client has access; makes its socket nonblocking.
 fn admitted(stream: &UnixStream, is_ours: fn(u32) -> bool) -> Result<(), Error> {
     stream.set_nonblocking(true)?;
     // The peer's process may have no id in this namespace, which rustix does not allow for.
@@ -155,7 +155,7 @@ fn admitted(stream: &UnixStream, is_ours: fn(u32) -> bool) -> Result<(), Error> 
 }
 
 impl Incomplete {
-    /// Returns the request, or why there is none, once that is known.
+    /// Returns the request or an error, once it is complete.
     fn read(&mut self) -> Option<Result<ManagerRequest, String>> {
         let mut piece = [0; 4096];
         while self.bytes.len() < REQUEST_BYTES_MAX && !self.bytes.contains(&b'\n') {
@@ -262,7 +262,7 @@ mod tests {
         let client = connect(&folder);
         assert!(manager.requests(|_| false).is_empty());
         assert!(answer(client).contains("has no access"));
-        // Silent clients take places for a while; others wait behind them.
+        // Silent clients occupy places until their timeout; others wait.
         let silent: Vec<_> = (0..CLIENTS_MAX).map(|_| connect(&folder)).collect();
         manager.requests(|_| true);
         assert_eq!(manager.descriptors().count(), CLIENTS_MAX);

@@ -1,7 +1,7 @@
 //! The metrics over HTTP, on a loopback address or a unix socket: `GET /metrics`.
 //!
-//! One thread serves all clients. Each has a number of bytes and a time, after which it is dropped, and the oldest is dropped for
-//! a new one: clients that say nothing, garbage, or read nothing cost little, and keep nobody out.
+//! One thread serves all clients. A client that exceeds its bytes or its time is dropped, and so is the oldest one when there are too
+//! many. So silent or invalid clients cost little, and exclude no others.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
@@ -21,18 +21,18 @@ use rustix::net::{SendFlags, SocketFlags, accept_with, send};
 use crate::openmetrics::{MetricsFormat, metrics_text};
 use crate::{Error, ServedShare, ServerReport};
 
-/// The maximum number of clients: a few collectors, and people who look.
+/// The maximum number of clients: a few collectors, and users.
 const CLIENTS_MAX: usize = 8;
 /// The maximum length of a request in bytes: collectors send some hundred.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
-/// How long a client may take for its request and the reply together.
+/// The maximum time for a request and its reply.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// The pause after a failed accept, so that a permanent failure (no descriptors) does not use a whole CPU.
 const PAUSE: Duration = Duration::from_millis(100);
 /// The prefix of the path of a socket.
 const UNIX: &str = "unix:";
 
-/// Where metrics can be fetched.
+/// The address of the metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MetricsAddress {
     /// An address of this machine only.
@@ -41,10 +41,10 @@ pub enum MetricsAddress {
     Unix(PathBuf),
 }
 
-/// Why an address cannot be used.
+/// An invalid address for metrics.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MetricsAddressError {
-    /// It is neither.
+    /// It is neither a loopback address nor a socket.
     #[error("{0:?} is not an address for metrics: choose 127.0.0.1:PORT, [::1]:PORT or unix:PATH")]
     Unknown(String),
     /// Other machines could connect.
@@ -153,7 +153,7 @@ impl MetricsServer {
 impl Drop for MetricsServer {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::Release);
-        // Wakes the thread, which then sees that it must end.
+        // Wakes the thread, which then ends.
         if let Err(error) = rustix::net::shutdown(&self.socket.listener, rustix::net::Shutdown::Both) {
             tracing::debug!("the socket for metrics: {error}");
         }
@@ -162,13 +162,13 @@ impl Drop for MetricsServer {
     }
 }
 
-/// A client and how far it is.
+/// A client and its progress.
 struct Client {
     stream: OwnedFd,
-    /// When it is dropped.
+    /// The time at which it is dropped.
     end: Instant,
     request: Vec<u8>,
-    /// The reply once there is one, and how many of its bytes are sent.
+    /// The reply, and the number of its bytes that were sent.
     reply: Option<(Vec<u8>, usize)>,
 }
 
@@ -208,7 +208,7 @@ impl Client {
         PollFd::new(&self.stream, flags)
     }
 
-    /// Reads or writes as much as is possible now; returns whether the client is still to be served.
+    /// Reads or writes without blocking; returns whether the client needs more.
     fn go_on(&mut self, report: &dyn Fn(MetricsFormat) -> String) -> bool {
         match self.try_go_on(report) {
             Ok(goes_on) => goes_on,
@@ -266,7 +266,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_this_machine_is_listened_to() {
+    fn only_local_addresses_are_accepted() {
         for (text, address) in [
             ("127.0.0.1:9100", Some(MetricsAddress::Loopback(([127, 0, 0, 1], 9100).into()))),
             ("127.8.0.1:1", Some(MetricsAddress::Loopback(([127, 8, 0, 1], 1).into()))),
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_get_the_reply_that_they_deserve() {
+    fn requests_get_the_matching_status() {
         let report = |format: MetricsFormat| format!("{format:?}");
         for (request, parts) in [
             (

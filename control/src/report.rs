@@ -1,4 +1,4 @@
-//! What a server reports of itself: its shares, the exports of each, and who uses them.
+//! The report of a server: its shares, their exports, and their use.
 
 use ferry_engine::metrics::{OperationSnapshot, Snapshot, bucket_end_ns};
 use serde::{Deserialize, Serialize};
@@ -7,19 +7,19 @@ use serde::{Deserialize, Serialize};
 /// removed; new fields do not change it.
 pub const REPORT_VERSION: u32 = 1;
 
-/// The answer to [`crate::Request::Report`].
+/// The reply to [`crate::Request::Report`].
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ServerReport {
     /// [`REPORT_VERSION`].
     pub version: u32,
-    /// Its process.
+    /// Its process id.
     pub pid: u32,
-    /// Seconds since it began to serve.
+    /// The time in seconds since it began to serve.
     pub uptime_s: u64,
-    /// The descriptors that it has open; `None`: not known.
+    /// The number of its open descriptors; `None`: unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub descriptors: Option<u64>,
-    /// What it serves, in the order of [`crate::Status::shares`].
+    /// Its shares, in the order of [`crate::Status::shares`].
     pub shares: Vec<ShareReport>,
 }
 
@@ -59,16 +59,16 @@ pub struct ShareStatus {
 /// A share.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ShareReport {
-    /// What it is and where.
+    /// Its source and addresses.
     #[serde(flatten)]
     pub share: ShareStatus,
-    /// What its clients may keep, as the word of `--cache`.
+    /// The cache policy, as the word of `--cache`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<String>,
-    /// The limit of its rates that holds now, as the words of `--limit`.
+    /// The current rate limit, as the words of `--limit`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<String>,
-    /// The exports that tell more.
+    /// The reports of its exports.
     #[serde(default)]
     pub exports: Vec<ExportReport>,
 }
@@ -126,10 +126,10 @@ impl ExportKind {
     }
 }
 
-/// An export, and what uses it.
+/// An export and its use.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ExportReport {
-    /// How.
+    /// The kind.
     pub kind: ExportKind,
     /// Connected virtual machine monitors or 9P connections.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -140,25 +140,25 @@ pub struct ExportReport {
     /// Better paths that it does not use.
     #[serde(default)]
     pub lacks: Vec<PathLack>,
-    /// Requests served so far.
+    /// The number of completed requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub requests: Option<u64>,
-    /// Bytes of files that clients read.
+    /// The number of bytes of files that clients have read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_bytes: Option<u64>,
-    /// Bytes of files that clients wrote.
+    /// The number of bytes of files that clients have written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub written_bytes: Option<u64>,
-    /// Requests that have failed.
+    /// The number of failed requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub errors: Option<u64>,
-    /// Requests that have begun and not ended.
+    /// The number of requests in flight.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub in_flight: Option<u64>,
-    /// The operations that were requested.
+    /// The requested operations.
     #[serde(default)]
     pub operations: Vec<OperationReport>,
-    /// What it holds and does beside that.
+    /// Other counters.
     #[serde(default)]
     pub usage: Vec<UsageReport>,
 }
@@ -168,48 +168,48 @@ pub struct ExportReport {
 pub struct OperationReport {
     /// Its name.
     pub name: String,
-    /// Requests that have ended.
+    /// The number of completed requests.
     pub requests: u64,
-    /// Requests that have begun and not ended.
+    /// The number of requests in flight.
     pub in_flight: u64,
-    /// Bytes of data.
+    /// The number of data bytes.
     pub bytes: u64,
     /// The sum of the latencies in nanoseconds.
     pub latency_ns: u64,
-    /// Requests that have failed, by error.
+    /// The failed requests, by error.
     pub errors: Vec<ErrorReport>,
-    /// Requests by latency.
+    /// The requests by latency.
     pub buckets: Vec<BucketReport>,
 }
 
-/// The requests that have failed with one error.
+/// The requests that failed with one error.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorReport {
     /// The error, as `ENOENT`.
     pub errno: String,
-    /// How many.
+    /// The number.
     pub requests: u64,
 }
 
-/// The requests with about the same latency.
+/// The requests with similar latency.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BucketReport {
-    /// The longest latency in nanoseconds; `None`: there is none.
+    /// The upper bound of the latency in nanoseconds; `None`: unlimited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub end_ns: Option<u64>,
-    /// How many.
+    /// The number.
     pub requests: u64,
 }
 
-/// A number that an export reports beside its requests.
+/// Another counter of an export.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UsageReport {
-    /// What is counted, as the metric is named without `ferry_`.
+    /// The name of the metric without `ferry_`.
     pub name: String,
-    /// Which of them, for a metric with the label `kind`.
+    /// The label `kind`, if the metric has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kind: Option<String>,
-    /// How many.
+    /// The number.
     pub value: u64,
 }
 
@@ -254,7 +254,7 @@ impl OperationReport {
     }
 }
 
-/// The name of an error, as `ENOENT`; 0: another one than Linux has.
+/// Returns the name of an error, such as `ENOENT`; errors that Linux does not have are number 0.
 pub(crate) fn errno_name(number: i32) -> String {
     match number {
         0 => "other".into(),
@@ -267,7 +267,7 @@ pub(crate) fn errno_name(number: i32) -> String {
 pub struct PathLack {
     /// The path.
     pub path: String,
-    /// Why not.
+    /// The reason.
     pub reason: String,
     /// The command that enables it, if one does.
     #[serde(default, skip_serializing_if = "Option::is_none")]

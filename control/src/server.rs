@@ -17,15 +17,15 @@ use crate::{
     Error, HeldInode, Logging, REPORT_VERSION, Reply, Request, ServedShare, ServerReport, Setting, Status, socket_dir,
 };
 
-/// Enough for a path of 4096 bytes as a list of numbers, and the other fields.
+/// The maximum length of a request in bytes: a path of 4096 bytes as a list of numbers, and the other fields.
 const REQUEST_BYTES_MAX: u64 = 32 * 1024;
-/// How long a client may take for its request, for the reply, and for a line of the log. Clients send and read at once.
+/// The maximum time for a request, a reply or a log line. Clients send and read at once.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// The maximum number of concurrent clients; more than follow one log in practice.
 const CLIENTS_MAX: usize = 16;
-/// How many of them may follow the log: the others ask something and leave, so `ferry status` always finds a place.
+/// The maximum number of followers of the log among them. Other clients disconnect soon, so `ferry status` always gets in.
 const FOLLOWERS_MAX: usize = CLIENTS_MAX - 4;
-/// How often to check whether a silent follower is still connected.
+/// The interval at which a silent follower's connection is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
 /// The pause after a failed accept, so that a permanent failure (no descriptors) does not use a whole CPU.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -109,7 +109,7 @@ fn warn_unreachable(error: &Error) {
 impl Drop for Control {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::Release);
-        // Wakes the thread, which then sees that it must end.
+        // Wakes the thread, which then ends.
         if let Err(error) = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both) {
             tracing::debug!("the control socket: {error}");
         }
@@ -135,7 +135,7 @@ struct State {
     followers_ever: u64,
 }
 
-/// What is logged.
+/// The level and the logged requests.
 #[derive(Clone, Debug, PartialEq)]
 struct LogSettings {
     level: String,
@@ -145,7 +145,7 @@ struct LogSettings {
 /// The requests that are logged.
 #[derive(Clone)]
 struct Requests {
-    /// Their description for people.
+    /// Their description for users.
     description: String,
     filter: Filter,
     /// The files description requests are logged, held so that their inode numbers are not reused.
@@ -324,7 +324,7 @@ impl Server {
             let share = share.or((self.shares.len() == 1).then_some(0)).ok_or(Error::SeveralShares)?;
             changes.push(self.share(share)?.check(name, value)?);
         }
-        // Only this can still fail.
+        // Only this step can still fail.
         let mut outcomes = Vec::new();
         for Setting { value, .. } in of_process {
             self.change(self.parse_log_request(value, None, None)?, false)?;
@@ -484,10 +484,14 @@ mod tests {
         state.followers.push((3, LogRequest::Only("debug".into())));
         assert_eq!(level_and_description(&state), shown("debug", Some("a, b")), "the other followers keep theirs");
         state.followers.remove(0);
-        assert_eq!(level_and_description(&state), shown("debug", Some("b")), "the first has gone");
+        assert_eq!(level_and_description(&state), shown("debug", Some("b")), "the first has disconnected");
         state.own.level = "warn".into();
         state.followers.pop();
-        assert_eq!(level_and_description(&state), shown("warn", Some("b")), "as was set meanwhile");
+        assert_eq!(
+            level_and_description(&state),
+            shown("warn", Some("b")),
+            "the permanent level was changed meanwhile"
+        );
         state.followers.clear();
         assert_eq!(state.logged(), state.own);
     }

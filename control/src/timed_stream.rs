@@ -1,13 +1,13 @@
-//! A connection with an end, however slowly the client sends or reads.
+//! A connection with a deadline, for clients that send or read slowly.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// The bytes of one system call. A longer one waits several times, each as long as the timeout of the socket.
+/// The maximum bytes of one system call: a longer one could wait several times for the socket's timeout.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// A stream until a moment.
+/// A stream with a deadline.
 #[derive(Debug)]
 pub(crate) struct TimedStream<'a> {
     stream: &'a UnixStream,
@@ -15,7 +15,7 @@ pub(crate) struct TimedStream<'a> {
 }
 
 impl<'a> TimedStream<'a> {
-    /// Allows this time for all that follows.
+    /// Sets the deadline after this time.
     pub(crate) fn new(stream: &'a UnixStream, time: Duration) -> Self {
         Self { stream, end: Instant::now() + time }
     }
@@ -49,11 +49,11 @@ mod tests {
     use super::*;
 
     const TIME: Duration = Duration::from_millis(200);
-    /// A machine with much else to do.
+    /// The allowance for a loaded machine.
     const SLACK: Duration = Duration::from_secs(20);
 
     #[test]
-    fn a_client_that_sends_or_reads_drop_by_drop_has_an_end() {
+    fn slow_clients_meet_the_deadline() {
         let (own, client) = UnixStream::pair().expect("two sockets");
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -64,7 +64,8 @@ mod tests {
                 }
             });
             let begun = Instant::now();
-            let error = TimedStream::new(&own, TIME).write_all(&vec![0; 64 << 20]).expect_err("nobody reads so much");
+            let error =
+                TimedStream::new(&own, TIME).write_all(&vec![0; 64 << 20]).expect_err("the peer does not read so much");
             assert!(matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock), "{error}");
             let mut bytes = Vec::new();
             let mut input = TimedStream::new(&own, TIME);

@@ -1,4 +1,4 @@
-//! Requests of block devices: whatever is served lies within the disk.
+//! Requests of block devices: every accepted range lies within the disk.
 #![no_main]
 
 use ferry_wire::blk::{HEADER_BYTES, Limits, Range, Request, Sizes};

@@ -1,5 +1,5 @@
-//! The guest's side of virtio-fs and virtio-blk as a host program: it connects to a vhost-user server in the VMM's place,
-//! drives its virtqueues from shared memory, and speaks FUSE, or reads and writes a disk. For tests and measurements.
+//! A driver of virtio-fs and virtio-blk as a host program, for tests and measurements. It connects to a vhost-user server in place
+//! of a VMM, drives virtqueues in shared memory, and sends FUSE or disk requests.
 //!
 //! * [`Driver`]: a connection. [`Driver::connect`] negotiates, shares memory and starts the queues; methods such as
 //!   [`Driver::lookup`], [`Driver::read`] or [`Driver::setlk`] are one request each.
@@ -8,7 +8,7 @@
 //! * [`mod@fuse`]: the client's side of the FUSE codec, for tests that have no device, too.
 //! * [`Queue`]: raw buffers, several requests in flight, [`Queue::poll`] and [`Queue::wait`].
 //! * [`ring`] and [`memory`]: bare descriptors and ring entries, to publish invalid ones, too.
-//! * [`load`]: load at full speed on a file or a disk, and its costs for the server.
+//! * [`load`]: load at full speed on a file or a disk, and its cost to the server.
 //! * [`walk`]: a whole share by READDIRPLUS.
 //! * [`hostile`]: malformed input, case by case, each followed by a good request.
 //!

@@ -14,15 +14,14 @@ use ferry_driver::measure::Counter;
 use ferry_driver::{Config, Driver};
 use spawner::Spawner;
 
-/// How long a restarted server may take until it serves.
+/// The maximum time until a restarted server serves.
 const RESPAWN: Duration = Duration::from_secs(3);
 
-/// The guest's side of virtio-fs and virtio-blk as a program on the host: it connects to a vhost-user server in the VMM's
-/// place.
+/// A driver of virtio-fs and virtio-blk on the host: it connects to a vhost-user server in place of a VMM.
 #[derive(Debug, Parser)]
 #[command(name = "ferry-driver", version)]
 struct Cli {
-    /// The socket that the server listens at
+    /// The server's socket
     socket: PathBuf,
     #[command(subcommand)]
     command: Command,
@@ -30,29 +29,29 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Send requests as fast as the server answers them; print one JSON object
+    /// Send requests as fast as the server replies; print one JSON object
     Load(LoadArgs),
     /// Send malformed input, case by case; print one JSON object per case
     Hostile(HostileArgs),
-    /// Print what the server offers
+    /// Print the server's features
     Info,
 }
 
 #[derive(Debug, Args)]
 struct HostileArgs {
-    /// Only cases whose name contains this
+    /// Run only cases whose name contains this
     #[arg(long, default_value = "")]
     case: String,
-    /// Only print the names of the cases
+    /// Print only the names of the cases
     #[arg(long)]
     list: bool,
-    /// How long a chain may stay unanswered before it counts as dropped
+    /// The time after which a chain without a reply counts as dropped
     #[arg(long, default_value_t = 400)]
     drop_ms: u64,
-    /// How long each race lasts
+    /// The duration of each race
     #[arg(long, default_value_t = 2.0)]
     race_seconds: f64,
-    /// A shell command that starts the server, again and again whenever it ends
+    /// A shell command that starts the server; it is started again whenever it ends
     #[arg(long)]
     spawn: Option<String>,
 }
@@ -89,73 +88,73 @@ impl HostileArgs {
 #[command(group = ArgGroup::new("until").required(true).args(["seconds", "requests"]))]
 #[command(group = ArgGroup::new("on").required(true).args(["file", "disk"]))]
 struct LoadArgs {
-    /// The file, in the root of the share; it is made if it does not exist
+    /// The file in the root of the share, created if it does not exist
     #[arg(long)]
     file: Option<String>,
     /// The device is a disk; --op write and --verify overwrite it
     #[arg(long)]
     disk: bool,
-    /// The file's size in bytes, or how much of the disk to use [default: as it is; of a new file, 64 MiB]
+    /// The size in bytes of the file, or of the used part of the disk [default: the existing size; 64 MiB for a new file]
     #[arg(long)]
     size: Option<u64>,
-    /// What to ask
+    /// The operation
     #[arg(long, value_enum, default_value_t = OpArg::Read)]
     op: OpArg,
-    /// Request queues
+    /// The number of request queues
     #[arg(long, default_value_t = 1)]
     queues: usize,
-    /// Entries of each queue
+    /// The number of entries of each queue
     #[arg(long, default_value_t = 1024)]
     queue_size: u16,
-    /// Requests in flight per queue
+    /// The number of requests in flight per queue
     #[arg(long, default_value_t = 1)]
     depth: usize,
-    /// Bytes per READ or WRITE
+    /// The size in bytes of a READ or WRITE
     #[arg(long, default_value_t = 4096)]
     block: usize,
-    /// Random offsets [default]
+    /// Use random offsets [default]
     #[arg(long, overrides_with = "sequential")]
     random: bool,
-    /// Offsets that follow one another
+    /// Use sequential offsets
     #[arg(long)]
     sequential: bool,
-    /// Stop after so many seconds
+    /// Stop after this many seconds
     #[arg(long)]
     seconds: Option<f64>,
-    /// Stop after so many requests
+    /// Stop after this many requests
     #[arg(long)]
     requests: Option<u64>,
     /// Poll the used ring [default]
     #[arg(long, overrides_with = "sleep")]
     poll: bool,
-    /// Sleep until the server makes a call, as a guest does
+    /// Sleep until the server signals the call descriptor, as a guest does
     #[arg(long)]
     sleep: bool,
-    /// Threads of the driver [default: one per queue, but not more than there are CPUs]
+    /// The number of threads of the driver [default: one per queue, at most one per CPU]
     #[arg(long)]
     threads: Option<usize>,
     /// Write a pattern first and check the data
     #[arg(long)]
     verify: bool,
-    /// When the server is lost, wait so many seconds for the next one and go on with what is in flight
+    /// After the loss of the server, wait this many seconds for the next one, and continue with the requests in flight
     #[arg(long, value_name = "SECONDS")]
     reattach: Option<u64>,
-    /// Do without the event index
+    /// Do not use the event index
     #[arg(long)]
     no_event_idx: bool,
-    /// Do without indirect descriptors
+    /// Do not use indirect descriptors
     #[arg(long)]
     no_indirect: bool,
     /// Use packed rings
     #[arg(long)]
     packed: bool,
-    /// The server's process [default: the one that listens at the socket]
+    /// The server's process id [default: the process that listens on the socket]
     #[arg(long)]
     pid: Option<u32>,
-    /// Count the server's system calls, in a second run
+    /// Count the server's system calls in a second run
     #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "perf", require_equals = true)]
     count_syscalls: Option<CounterArg>,
-    /// Requests of that second run
+    /// The number of requests of the second run
     #[arg(long, default_value_t = 100_000)]
     count_requests: u64,
 }

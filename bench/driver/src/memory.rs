@@ -1,8 +1,7 @@
 //! The guest's memory: shared memory files, mapped here and, through SET_MEM_TABLE, in the server.
 //!
-//! Everything that the driver touches in it goes through [`Window`]: the other side (a server, or a thread of
-//! ours that plays a hostile guest) may change any byte at any time, so no Rust reference to plain bytes of it is
-//! ever made. All of this crate's `unsafe` is in this module.
+//! All accesses go through [`Window`]. The other side (a server, or a thread that simulates a hostile guest) may change any byte at
+//! any time, so there are no Rust references to plain bytes. All of this crate's `unsafe` is in this module.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,7 +17,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 /// The unit in which regions are laid out.
 pub const PAGE_BYTES: usize = 4096;
 
-/// Where the guest's memory starts: not at 0, so that a null address is outside.
+/// The start of guest memory: not 0, so that a null address is outside.
 pub const GUEST_BASE: u64 = 0x4000_0000;
 
 /// One mapped memory file.
@@ -63,7 +62,7 @@ impl Region {
         self.len
     }
 
-    /// Whether the region is empty, which it never is: it has at least a page.
+    /// Whether the region is empty: never, because it has at least one page.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -108,7 +107,7 @@ impl Window {
         self.len
     }
 
-    /// Whether there is nothing in it.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -123,7 +122,11 @@ impl Window {
         self.region.guest + (self.host() - self.region.host())
     }
 
-    /// The part of `len` bytes at `offset`.
+    /// Returns the part of `len` bytes at `offset`.
+    ///
+    /// # Panics
+    ///
+    /// The part is out of bounds.
     pub fn part(&self, offset: usize, len: usize) -> Self {
         assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "part outside its window");
         let base = self.start.addr().get() - self.region.host.addr().get();
@@ -198,7 +201,7 @@ impl Window {
         unsafe { std::ptr::copy_nonoverlapping(self.start.as_ptr().add(offset), bytes.as_mut_ptr(), bytes.len()) };
     }
 
-    /// A copy of the first `len` bytes.
+    /// Returns a copy of the first `len` bytes.
     pub fn to_vec(&self, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.read(0, &mut bytes);
@@ -210,13 +213,13 @@ impl Window {
 #[derive(Debug)]
 pub struct Memory {
     regions: Vec<Arc<Region>>,
-    /// Free ranges: guest address to length. Ranges never reach over a region's edge.
+    /// Free ranges: guest address to length. A range lies within one region.
     free: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl Memory {
-    /// Makes `regions` regions of `bytes` bytes in all. The first and the last page of each region are never
-    /// allocated: tests of what happens at the edges use them (see [`Memory::window`]).
+    /// Creates `regions` regions of `bytes` bytes in total. The first and the last page of each region are never allocated, for tests of
+    /// the boundaries (see [`Memory::window`]).
     ///
     /// # Errors
     /// Those of memfd_create(2), ftruncate(2) and mmap(2).
@@ -243,7 +246,7 @@ impl Memory {
         self.regions.last().map_or(GUEST_BASE, |region| region.guest + region.len as u64)
     }
 
-    /// The view of `len` bytes at a guest address, if they lie in one region.
+    /// Returns the window of `len` bytes at a guest address, if they lie in one region.
     pub fn window(&self, guest: u64, len: usize) -> Option<Window> {
         self.regions.iter().find_map(|region| {
             let offset = usize::try_from(guest.checked_sub(region.guest)?).ok()?;
@@ -252,7 +255,7 @@ impl Memory {
         })
     }
 
-    /// Takes `len` bytes, aligned to `align` (a power of two), within one region; `None` when memory is used up.
+    /// Allocates `len` bytes in one region, aligned to `align` bytes (a power of two); `None`: no memory is free.
     pub fn alloc(self: &Arc<Self>, len: usize, align: usize) -> Option<Buffer> {
         let (len, align) = (len.max(1).next_multiple_of(64) as u64, align.max(64) as u64);
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
@@ -290,8 +293,8 @@ impl Memory {
     }
 }
 
-/// Allocated guest memory; free again when dropped. It derefs to its [`Window`], whose length is the one asked
-/// for rounded up to 64.
+/// Allocated guest memory, freed when dropped. It derefs to its [`Window`], whose length is the requested one rounded up to 64
+/// bytes.
 #[derive(Debug)]
 pub struct Buffer {
     window: Window,
@@ -326,7 +329,7 @@ mod tests {
         assert!(spans.windows(2).all(|pair| pair[0].1 <= pair[1].0));
         drop(buffers);
         assert_eq!(*memory.free.lock().unwrap(), before);
-        assert!(memory.alloc(33 * PAGE_BYTES, 64).is_none(), "no buffer reaches over a region's edge");
+        assert!(memory.alloc(33 * PAGE_BYTES, 64).is_none(), "no buffer crosses the boundary of a region");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Checks of what the kernel mounts and watches.
+//! Checks of the kernel's mounts and watches.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -20,7 +20,7 @@ pub fn checks() -> Vec<Check> {
     checks
 }
 
-/// The remedy where the reason does not have one.
+/// Returns the default remedy.
 fn for_root_or(otherwise: &'static str) -> &'static str {
     if rustix::process::geteuid().is_root() { otherwise } else { "# run ferry as root" }
 }
@@ -64,7 +64,7 @@ fn fuse() -> Vec<Check> {
     }
 }
 
-/// A part of what a mount says of its paths.
+/// A verdict in a mount's report of its request paths.
 fn verdict(json: &serde_json::Value) -> Verdict {
     let text = |field: &str| json[field].as_str().map(str::to_owned);
     Verdict { used: json["used"].as_bool().unwrap_or(false), reason: text("reason"), remedy: text("remedy") }
@@ -134,7 +134,7 @@ fn overlayfs() -> Check {
     let check = Check::new("overlayfs", &[Export::Containers], &[Export::Image]);
     match kernel::has("overlay") {
         Ok(()) => check.found("the kernel has it"),
-        // Only root can ask.
+        // Only root can check it.
         Err(error) if !rustix::process::geteuid().is_root() => {
             check.has_less(format!("{error:#}"), "no --upper, and no snapshots of containers", for_root_or(""))
         }
@@ -147,7 +147,7 @@ fn overlayfs() -> Check {
 }
 
 fn verity() -> Check {
-    /// The file systems that say whether the kernel has fs-verity.
+    /// The file systems that show whether the kernel has fs-verity.
     const FEATURES: [&str; 2] = ["/sys/fs/ext4/features/verity", "/sys/fs/f2fs/features/verity"];
     let check = Check::new("fs-verity", &[], &[Export::Image]);
     let own = File::open("/proc/self/exe").map(|file| verity_of(&file));
@@ -176,7 +176,7 @@ fn lazy_images() -> Check {
 
 fn ninep_client() -> Check {
     let check = Check::new("9p client", &[], &[Export::Ninep]);
-    // Root's question loads the module, as a mount would.
+    // As root, the check loads the module, as a mount would.
     match has_file_system("9p") || kernel::has("9p").is_ok() {
         true => check.found("the kernel has it"),
         false => check.lacks(
@@ -207,7 +207,7 @@ fn vsock() -> Check {
     }
 }
 
-/// Whether the kernel has a file system at this moment, without loading a module.
+/// Whether the kernel has a file system now, without loading a module.
 fn has_file_system(kind: &str) -> bool {
     fs::read_to_string("/proc/filesystems").is_ok_and(|table| lists(&table, kind))
 }
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_verdict_without_fields_is_that_it_is_not_used() {
+    fn a_verdict_without_fields_means_unused() {
         for bad in ["null", "{}", "[]", r#"{"used": "yes", "reason": 7}"#] {
             let json = serde_json::from_str(bad).expect("it is JSON");
             assert_eq!(verdict(&json), Verdict { used: false, reason: None, remedy: None }, "{bad}");

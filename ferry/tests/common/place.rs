@@ -1,4 +1,4 @@
-//! A source, a mount point, and what is mounted there.
+//! A source, a mount point, and its mounts.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::fs;
@@ -11,10 +11,10 @@ use rustix::process::Pid;
 
 use super::{ferry, run};
 
-/// Far more than anything here takes.
+/// The maximum time of each step, far more than needed.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A source and a mount point, which is free again when the test ends, and its servers gone, however it ends.
+/// A source and a mount point. Dropping it unmounts everything and ends the servers, also after a panic.
 pub struct Place {
     pub folder: tempfile::TempDir,
     pub source: PathBuf,
@@ -46,12 +46,12 @@ impl Place {
         command
     }
 
-    /// Mounts in the background; answers the server.
+    /// Mounts in the background; returns the server's process id.
     pub fn mounted(&self, args: &[&str]) -> Pid {
         self.mounted_by(&mut self.mount(args))
     }
 
-    /// As [`Self::mounted`], by another command line.
+    /// As [`Self::mounted`], with another command line.
     pub fn mounted_by(&self, command: &mut Command) -> Pid {
         let output = run(command.arg("--json"));
         let said = String::from_utf8_lossy(&output.stderr);
@@ -73,7 +73,7 @@ impl Place {
         until("its end after umount", || !runs(pid));
     }
 
-    /// Where no server is waited for.
+    /// Unmounts without waiting for a server.
     pub fn unmount_alone(&self) {
         unmount(&self.mnt);
     }
@@ -89,14 +89,14 @@ impl Drop for Place {
     }
 }
 
-/// Removes all that is mounted on a directory, also while it is used. Without a mount a server ends.
+/// Removes all mounts on a directory, also while they are used. Servers end with their mounts.
 pub fn detach(mountpoint: &Path) {
     while rustix::mount::unmount(mountpoint, UnmountFlags::DETACH).is_ok() {}
 }
 
-/// Unmounts what nobody uses.
+/// Unmounts an unused mount.
 pub fn unmount(mountpoint: &Path) {
-    // A program that another test is just starting has copies of this process's open files until its exec.
+    // A child of another test has copies of this process's open files until its exec.
     until("umount", || match rustix::mount::unmount(mountpoint, UnmountFlags::empty()) {
         Err(rustix::io::Errno::BUSY) => false,
         outcome => outcome.map(|()| true).unwrap(),
@@ -112,7 +112,7 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 pub fn runs(pid: Pid) -> bool {
-    // A server in the background is nobody's child that would wait for it: as a zombie, it has ended.
+    // No parent reaps a background server, so a zombie counts as ended.
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, state)| !state.starts_with('Z'))
 }

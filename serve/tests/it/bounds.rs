@@ -1,4 +1,4 @@
-//! What one client may have of the server.
+//! Limits of the resources of one client.
 
 use crate::common;
 
@@ -10,11 +10,11 @@ use ferry_serve::{Acl, HEADER_BYTES, SessionSlot, ShareOptions};
 use ferry_vfs::*;
 use ferry_wire::fuse::{Operation, Release};
 
-/// A directory that has no end.
+/// A directory with an endless listing.
 #[derive(Default)]
 struct Endless {
     opened: AtomicU64,
-    /// The most bytes that it was asked to read or write at once.
+    /// The maximum size of a read or write that it received, in bytes.
     asked: AtomicU64,
 }
 
@@ -72,12 +72,12 @@ fn listings_are_bounded() {
         let Answer::Reply(listing) = client.ask(Ino::ROOT, Operation::Readdir { at, bytes_max: u32::MAX }) else {
             panic!("no listing")
         };
-        // As many entries of 32 bytes as there is room for.
+        // As many entries of 32 bytes as fit.
         assert_eq!(listing.len(), expected);
     }
 }
 
-/// Sources make room for what they are asked for: a chain whose descriptors have the same memory costs its client nothing.
+/// Sources allocate memory for a request's size, while a chain whose descriptors share memory costs its client nothing.
 #[test]
 fn requests_beyond_the_negotiated_limits_never_reach_a_source() {
     let source = Arc::new(Endless::default());
@@ -113,7 +113,7 @@ fn requests_beyond_the_negotiated_limits_never_reach_a_source() {
 }
 
 #[test]
-fn a_client_has_no_more_open_than_it_may() {
+fn open_files_per_client_are_limited() {
     const MOST: u64 = 1 << 20;
     let mut client = client(&ShareOptions::default());
     client.room = 256;

@@ -1,4 +1,4 @@
-//! Calls at once, and calls that are given up.
+//! Concurrent calls, and cancelled calls.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use tonic::Code;
 use crate::client::Client;
 use crate::server::{Mounted, Server, can_mount};
 
-/// Writes a file as containerd's applier does: into the directory that becomes the layer.
+/// Writes a file to the directory that becomes the layer, as containerd's applier does.
 fn write(mounts: &[ferry_snapshotter::api::Mount], name: &str, bytes: &[u8]) {
     let upper = mounts[0].options.iter().find_map(|option| option.strip_prefix("upperdir="));
     fs::write(Path::new(upper.unwrap_or(&mounts[0].source)).join(name), bytes).unwrap();
@@ -31,7 +31,7 @@ fn one_of_several_pulls_of_an_image_wins_while_garbage_is_collected() {
                 let mut client = Client::connect(&socket).unwrap();
                 while !is_over.load(Ordering::Relaxed) {
                     client.cleanup().unwrap();
-                    // What is removed leaves garbage.
+                    // Removed snapshots leave garbage.
                     let key = "garbage";
                     let mounts = client.prepare(key, "").unwrap();
                     write(&mounts, "file", &[7; 100_000]);
@@ -78,7 +78,7 @@ fn one_of_several_pulls_of_an_image_wins_while_garbage_is_collected() {
     }
 }
 
-/// containerd that is restarted in the middle of a call.
+/// containerd is restarted during a call.
 #[test]
 fn a_cancelled_call_is_complete_or_never_begun() {
     if !can_mount() {
@@ -95,7 +95,7 @@ fn a_cancelled_call_is_complete_or_never_begun() {
         let mut impatient = Client::connect(&server.socket()).unwrap();
         impatient.commit_for(&name, &key, Duration::from_millis(round * 4));
         drop(impatient);
-        // As containerd does with what it has not finished: this waits for the commit.
+        // As containerd does with unfinished snapshots: the Remove waits for the commit.
         let removed = client.remove(&key);
         match client.stat(&name) {
             Ok(_) => {
@@ -112,7 +112,7 @@ fn a_cancelled_call_is_complete_or_never_begun() {
                 outcomes[1] += usize::from(removed.is_ok());
             }
         }
-        // A call that arrives only now finds nothing to commit.
+        // A call that arrives now finds nothing to commit.
         assert!(client.list(&[]).unwrap().is_empty());
     }
     assert_eq!(outcomes[0] + outcomes[1], 10, "{outcomes:?}");

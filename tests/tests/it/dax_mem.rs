@@ -1,4 +1,4 @@
-//! The DAX window on the source `mem`: a guest maps the pages that the server copies from and to.
+//! The DAX window on the source `mem`: guests map the same pages that the server copies.
 
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
@@ -17,7 +17,7 @@ use zerocopy::IntoBytes;
 
 const CHUNK: u64 = 2 << 20;
 const PAGE: usize = 4096;
-/// More than a file sees before the server maps it.
+/// More transfers than a file has before the server maps it.
 const WRITES: u64 = 20;
 const BOTH: u64 = SETUPMAPPING_READ | SETUPMAPPING_WRITE;
 
@@ -26,7 +26,7 @@ fn setup(driver: &mut Driver, node: u64, offset: u64, flags: u64) -> Ticket {
     driver.send(Opcode::Setupmapping, node, &[args.as_bytes()], &[], 0).unwrap()
 }
 
-/// Maps a chunk; returns what the front end was asked for.
+/// Maps a chunk; returns the request to the front end.
 fn map(driver: &mut Driver, line: &UnixStream, node: u64, offset: u64) -> FrontEndRequest {
     let ticket = setup(driver, node, offset, BOTH);
     let wish = next_wish(line).unwrap();
@@ -35,9 +35,9 @@ fn map(driver: &mut Driver, line: &UnixStream, node: u64, offset: u64) -> FrontE
     wish
 }
 
-/// Another guest cuts a file: what is behind its new end is unmapped before it is short.
+/// When another guest truncates a file, the range past its new end is unmapped first.
 #[test]
-fn a_file_cut_by_another_guest_is_unmapped_before() {
+fn a_range_truncated_by_another_guest_is_unmapped_first() {
     const O_TRUNC: u32 = libc::O_TRUNC.cast_unsigned();
     let mem = Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();
     if !mem.features().backing {
@@ -54,7 +54,7 @@ fn a_file_cut_by_another_guest_is_unmapped_before() {
     let config = Config { window: true, timeout: Duration::from_secs(60), ..Config::default() };
     let mut driver = Driver::connect(&one.1, config).unwrap();
     let (_, line) = driver.window().unwrap();
-    // A request that never comes is an error.
+    // A missing request is an error.
     line.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT | InitFlags::HAS_INODE_DAX, MINOR_MAX).unwrap();
     let (entry, _) = driver.create(ROOT, "f", 2, 0o600).unwrap();
@@ -118,14 +118,14 @@ fn mapped_and_copied_pages_are_the_same() {
     let mut page = [0; PAGE];
     for round in 0..WRITES {
         let number = u8::try_from(round).unwrap();
-        // What the server copies into memory is in the mapping, and what is stored there is what it copies out.
+        // Bytes that the server writes appear in the mapping, and stores to the mapping appear in its reads.
         assert_eq!(driver.write(node, handle, CHUNK + 5 * 4096, &[number; PAGE]).unwrap(), 4096);
         mapped.read_exact_at(&mut page, CHUNK + 5 * 4096).unwrap();
         assert_eq!(page, [number; PAGE]);
         mapped.write_all_at(&[number + 100; PAGE], CHUNK + 6 * 4096).unwrap();
         assert_eq!(driver.read(node, handle, CHUNK + 6 * 4096, 4096).unwrap(), [number + 100; PAGE]);
     }
-    // The file is cut under the mapping: the server, which has it mapped, too, goes on.
+    // The file is truncated under the mapping. The server, which has it mapped, too, continues.
     driver.truncate(node, 100).unwrap();
     assert_eq!(driver.getattr(node).unwrap().attr.size, 100);
     assert_eq!(driver.read(node, handle, CHUNK + 5 * 4096, 4096).unwrap(), b"");
@@ -135,7 +135,7 @@ fn mapped_and_copied_pages_are_the_same() {
     }
     assert_eq!(driver.read(node, handle, CHUNK + 4096, 4096).unwrap(), [9; PAGE]);
     assert_eq!(driver.read(node, handle, 4096, 4096).unwrap(), [0; PAGE], "a hole");
-    // All goes back at the end.
+    // All mappings end with the session.
     let ticket = driver.send(Opcode::Destroy, 0, &[], &[], 0).unwrap();
     let wish = next_wish(&line).unwrap();
     assert_eq!((wish.code, wish.numbers), (10, [0, CHUNK, CHUNK, CHUNK, 1]));

@@ -26,7 +26,7 @@ pub enum Operation<'a> {
     LookupParent,
     /// Release references of an inode; no reply.
     Forget {
-        /// How many.
+        /// The number of references.
         count: u64,
     },
     /// Release references of many inodes; no reply.
@@ -59,7 +59,7 @@ pub enum Operation<'a> {
     },
     /// Read a symbolic link.
     Readlink,
-    /// Make a symbolic link.
+    /// Create a symbolic link.
     Symlink {
         /// The name.
         name: Name<'a>,
@@ -73,7 +73,7 @@ pub enum Operation<'a> {
         /// Type (never directory or symbolic link), permissions and device number.
         new: CreateArgs,
     },
-    /// Make a directory.
+    /// Create a directory.
     Mkdir {
         /// The name.
         name: Name<'a>,
@@ -143,7 +143,7 @@ pub enum Operation<'a> {
     /// Write data of the length of the range. It follows the first [`super::WRITE_HEAD_BYTES`] of the message. The
     /// range ends at `i64::MAX` at most.
     Write {
-        /// Where to.
+        /// The handle, offset and length.
         range: IoRange,
         /// From the client's page cache; the handle may be any one of the inode.
         cached: bool,
@@ -169,14 +169,14 @@ pub enum Operation<'a> {
         handle: Handle,
         /// Where to start; a value past `i64::MAX` was negative.
         offset: u64,
-        /// What to find.
+        /// Data or a hole.
         seek: Seek,
     },
     /// A descriptor was closed.
     Flush {
         /// The handle.
         handle: Handle,
-        /// Whose POSIX locks end.
+        /// The lock owner whose POSIX locks end.
         owner: u64,
     },
     /// End a file handle.
@@ -185,14 +185,14 @@ pub enum Operation<'a> {
     Fsync {
         /// The handle.
         handle: Handle,
-        /// Attributes may wait.
+        /// Whether attributes may be synced later.
         data_only: bool,
     },
     /// List a directory (READDIR, and with [`DirRange::plus`] READDIRPLUS).
     Readdir {
-        /// What to list.
+        /// The directory, position and form.
         at: DirRange,
-        /// Room for the listing, in bytes.
+        /// The maximum size of the listing in bytes.
         bytes_max: u32,
     },
     /// End a directory handle.
@@ -201,7 +201,7 @@ pub enum Operation<'a> {
     Fsyncdir {
         /// The handle.
         handle: Handle,
-        /// Attributes may wait.
+        /// Whether attributes may be synced later.
         data_only: bool,
     },
     /// Make the whole file system durable.
@@ -214,7 +214,7 @@ pub enum Operation<'a> {
         name: &'a [u8],
         /// The value: at most 64 KiB.
         value: &'a [u8],
-        /// How.
+        /// `XATTR_CREATE` or `XATTR_REPLACE`.
         flags: XattrFlags,
         /// Clear sgid.
         clear_sgid: bool,
@@ -247,7 +247,7 @@ pub enum Operation<'a> {
     SetLock {
         /// The lock.
         lock: LockRequest,
-        /// Wait for it.
+        /// Whether to wait for it.
         wait: bool,
     },
     /// Map a block of a file to a block of the device.
@@ -269,7 +269,7 @@ pub enum Operation<'a> {
         argument: u64,
         /// The data at the argument's address.
         input: &'a [u8],
-        /// Room for output, in bytes.
+        /// The maximum size of the output in bytes.
         out_bytes_max: u32,
     },
     /// Poll for events.
@@ -321,11 +321,11 @@ pub struct Release {
     pub handle: Handle,
     /// The flags of the open call.
     pub flags: OFlags,
-    /// Flush first.
+    /// Whether to flush first.
     pub flush: bool,
-    /// Release the flock lock of `owner`.
+    /// Whether to release the flock lock of `owner`.
     pub unlock_flock: bool,
-    /// Whose flock.
+    /// The lock owner of the flock lock.
     pub owner: u64,
 }
 
@@ -342,7 +342,7 @@ pub struct LockRequest {
     pub start: u64,
     /// Last byte, inclusive; not before `start`, and `i64::MAX` at most.
     pub end: u64,
-    /// Process that asks.
+    /// The process id of the caller.
     pub pid: u32,
     /// A flock lock.
     pub flock: bool,

@@ -22,7 +22,7 @@ fn edge(subject: &Subject) -> u64 {
     subject.driver.memory().regions()[1].guest()
 }
 
-/// Writes bytes that may reach over the edge.
+/// Writes bytes that may cross the boundary of regions.
 fn write_across(subject: &Subject, guest: u64, bytes: &[u8]) -> Result<()> {
     for (&byte, addr) in bytes.iter().zip(guest..) {
         let window = subject.driver.memory().window(addr, 1).ok_or(Error::Memory(bytes.len()))?;
@@ -34,7 +34,7 @@ fn write_across(subject: &Subject, guest: u64, bytes: &[u8]) -> Result<()> {
 fn across() -> Vec<Case> {
     let mut cases = Vec::new();
     for before in [1, 8, 39, 40, 48] {
-        // The regions lie next to one another for the guest, but not for the server.
+        // The regions are adjacent for the guest, but not for the server.
         cases.push(Case::new(
             format!("memory/request-{before}-bytes-before-the-edge"),
             Expect::Clean,
@@ -53,7 +53,7 @@ fn across() -> Vec<Case> {
             subject.request.write(0, &bytes);
             write_across(subject, start, &[0; REPLY])?;
             let answer = subject.send_chain(&mut [subject.readable(0, GETATTR), at(start, REPLY, WRITE)])?;
-            // Judged where it is: the reply area holds nothing.
+            // The reply is checked in place, because the usual area for replies is unused.
             Ok(if matches!(answer, Answer::Malformed(_)) { reply_across(subject, start) } else { answer })
         }));
     }
@@ -64,7 +64,7 @@ fn across() -> Vec<Case> {
         let start = edge(subject) - 2048;
         let mut chain = [subject.readable(0, bytes.len()), subject.writable(0, 16), at(start, 4096, WRITE)];
         match subject.send_chain(&mut chain)? {
-            // The header lies in the reply area, the data elsewhere.
+            // The header is in the usual area for replies, the data elsewhere.
             Answer::Reply(_) => Ok(data_across(subject, start)),
             answer => Ok(answer),
         }
@@ -88,7 +88,7 @@ fn across() -> Vec<Case> {
     cases
 }
 
-/// Looks at a reply that reaches over the edge.
+/// Checks a reply that crosses the boundary of regions.
 fn reply_across(subject: &Subject, start: u64) -> Answer {
     let byte = |addr| subject.driver.memory().window(addr, 1).map_or(0, |window| window.to_vec(1)[0]);
     let bytes: Vec<u8> = (start..start + REPLY as u64).map(byte).collect();
@@ -100,7 +100,7 @@ fn reply_across(subject: &Subject, start: u64) -> Answer {
     }
 }
 
-/// Looks at data that reaches over the edge.
+/// Checks data that crosses the boundary of regions.
 fn data_across(subject: &Subject, start: u64) -> Answer {
     let byte = |addr| subject.driver.memory().window(addr, 1).map_or(0, |window| window.to_vec(1)[0]);
     match (start..start + 4096).all(|addr| byte(addr) == super::subject::CONTENT) {
@@ -109,9 +109,9 @@ fn data_across(subject: &Subject, start: u64) -> Answer {
     }
 }
 
-/// Addresses that are not the guest's, for the request, the reply and the table.
+/// Addresses outside of guest memory, for the request, the reply and the table.
 fn outside() -> Vec<Case> {
-    // What is said of the buffer: its address, from the end of memory, and its length.
+    // Returns address and length of the buffer for the end of memory.
     type Place = fn(u64) -> (u64, u32);
     let places: [(&str, Place); 9] = [
         ("at-null", |_| (0, 64)),
@@ -138,7 +138,7 @@ fn outside() -> Vec<Case> {
             subject.request.write(0, &bytes);
             let reply = Descriptor { addr, len, flags: WRITE, next: 0 };
             match subject.send_chain(&mut [subject.readable(0, GETATTR), reply])? {
-                // An error header may fit before the end of memory; it is not in the reply area.
+                // An error header may fit before the end of memory, outside of the usual area for replies.
                 Answer::Malformed(_) => Ok(Answer::Empty),
                 answer => Ok(answer),
             }

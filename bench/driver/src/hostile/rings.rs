@@ -13,14 +13,14 @@ pub(super) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Publishes, kicks, and takes what comes.
+/// Publishes, kicks, and classifies the reply.
 fn publish(subject: &mut Subject) -> Result<Answer> {
     subject.queue().ring_mut().publish();
     subject.queue().kick();
-    // Whatever the old entries lead to is not judged, only what comes after.
+    // The results of the old entries do not matter, only later requests.
     let answer = subject.answer()?;
     if answer != Answer::Dropped {
-        // Old heads are used again while nobody waits for them: let that end before they head new chains.
+        // The server may still return old heads: wait for that before they head new chains.
         let patience = subject.options.drop_after;
         while subject.queue().wait_used(patience).is_ok() {}
     }
@@ -32,7 +32,7 @@ fn publish(subject: &mut Subject) -> Result<Answer> {
 
 fn indices() -> Vec<Case> {
     let mut cases = Vec::new();
-    // More entries than the ring has: nothing in it can be believed any more.
+    // More entries than the ring has: its contents are invalid.
     for jump in [QUEUE_SIZE + 1, 2 * QUEUE_SIZE, 0x7fff, 0x8000, u16::MAX] {
         let case = Case::new(format!("ring/index-jumps-by-{jump}"), Expect::Clean, move |subject| {
             subject.queue().ring_mut().jump(jump);
@@ -40,8 +40,8 @@ fn indices() -> Vec<Case> {
         });
         cases.push(case.recovering(Recovery::QueueRestart));
     }
-    // Within the ring's size, the entries may be old ones: they are served again, or dropped. A whole lap also serves
-    // the entry again that the request after it uses.
+    // Within the ring's size, old entries are served again or dropped. A whole lap also serves the entry of the next
+    // request.
     for jump in [1, 2, QUEUE_SIZE] {
         let case = Case::new(format!("ring/index-jumps-by-{jump}"), Expect::Clean, move |subject| {
             subject.queue().ring_mut().jump(jump);
@@ -99,7 +99,7 @@ fn entries() -> Vec<Case> {
     cases
 }
 
-/// Rings at addresses that are not aligned, not the guest's, or with sizes that do not exist.
+/// Rings at unaligned or unmapped addresses, or with invalid sizes.
 fn set_up() -> Vec<Case> {
     type Change = fn(&mut RingParameters, &Driver);
     let changes: [(&str, Change); 17] = [
@@ -142,7 +142,7 @@ fn set_up() -> Vec<Case> {
     changes.into_iter().map(case).collect()
 }
 
-/// The last page of the guest's memory, which nothing is in.
+/// The last page of the guest's memory, which is unused.
 fn last_page(driver: &Driver) -> u64 {
     driver.memory().regions().last().map_or(0, |region| region.host() + region.len() as u64 - 4096)
 }

@@ -1,4 +1,4 @@
-//! Load at full speed, and its costs.
+//! Load at full speed, and its cost to the server.
 //!
 //! The requests are built once, with their descriptors; each round only rewrites `unique` and the offset. A thread
 //! drives one or several queues, by polling their used rings or by sleeping until a call.
@@ -28,23 +28,23 @@ pub use report::{Latency, Report, ServerReport, SyscallReport};
 use slots::{Data, RequestProtocol, Template};
 use worker::{QueueLoad, Tally, WorkerTask};
 
-/// Guest memory per request, beside its data: header, arguments, reply, table, and what rounding wastes.
+/// Guest memory in bytes per request without its data: header, arguments, reply, table, and rounding.
 const SLOT_BYTES: usize = 1024;
-/// Guest memory for rings, per queue, and for what comes before and after the load.
+/// Guest memory in bytes per queue for rings, and for requests before and after the load.
 const OTHER_BYTES: usize = 4 << 20;
-/// How long to wait before a server that was lost while it took over is tried again.
+/// The pause before the next attempt if a server is lost during a takeover.
 const REATTACH_PAUSE: Duration = Duration::from_millis(10);
 
 /// What a load works on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LoadTarget {
-    /// A file in the root of a share, by its name. It is made if it does not exist.
+    /// A file in the root of a share, by its name. It is created if it does not exist.
     File(String),
-    /// A disk. With [`Load::verify`], what it holds is overwritten, and blocks are never in flight twice.
+    /// A disk. With [`Load::verify`] its data is overwritten, and no block is in flight twice.
     Disk,
 }
 
-/// What is asked of the server.
+/// The operation of a load's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Op {
@@ -61,44 +61,44 @@ pub enum Op {
 /// A load.
 #[derive(Debug, Clone)]
 pub struct Load {
-    /// What it works on.
+    /// The target.
     pub on: LoadTarget,
-    /// The file's size, or how much of the disk is used; otherwise the size that it has.
+    /// The size in bytes of the file, or of the used part of the disk; `None`: its current size.
     pub size: Option<u64>,
-    /// What is asked.
+    /// The operation.
     pub op: Op,
-    /// Request queues to load.
+    /// The number of request queues.
     pub queues: usize,
-    /// Entries of each queue.
+    /// The number of entries of each queue.
     pub queue_size: u16,
-    /// Use the event index.
+    /// Whether to use the event index.
     pub event_idx: bool,
-    /// Use indirect descriptors.
+    /// Whether to use indirect descriptors.
     pub indirect: bool,
-    /// Use packed rings.
+    /// Whether to use packed rings.
     pub packed: bool,
-    /// Requests in flight per queue.
+    /// The number of requests in flight per queue.
     pub depth: usize,
-    /// Bytes per READ or WRITE.
+    /// The size of a READ or WRITE in bytes.
     pub block: usize,
-    /// Random offsets rather than a walk.
+    /// Whether offsets are random; otherwise they are sequential.
     pub random: bool,
-    /// Stop after so many seconds.
+    /// The duration after which to stop, in seconds.
     pub seconds: Option<f64>,
-    /// Stop after so many requests in all.
+    /// The total number of requests after which to stop.
     pub requests: Option<u64>,
-    /// Wait for calls in the kernel rather than polling the used ring.
+    /// Whether to sleep until the server signals, instead of polling the used ring.
     pub sleep: bool,
-    /// Threads of the driver; otherwise one per queue, but not more than there are CPUs.
+    /// The number of threads; `None`: one per queue, at most one per CPU.
     pub threads: Option<usize>,
-    /// Write a pattern first, and check what is read; with WRITE, read everything back afterwards.
+    /// Whether to write a pattern first and check read data; with WRITE, everything is read back afterwards.
     pub verify: bool,
-    /// When the server is lost, go on with the next one that listens within this time, and with what is in flight: the
-    /// server must keep account of that. Otherwise the load fails.
+    /// The maximum wait for another server after a loss. The load then continues with the requests in flight, which the server must
+    /// track. `None`: a loss is an error.
     pub reattach: Option<Duration>,
-    /// The server's process; otherwise the one that listens at the socket.
+    /// The server's process id; `None`: the process that listens on the socket.
     pub pid: Option<u32>,
-    /// Count the server's system calls, in a run of its own with so many requests.
+    /// How to count the server's system calls, in a separate run with this many requests.
     pub count_syscalls: Option<(Counter, u64)>,
 }
 
@@ -125,7 +125,7 @@ impl Load {
         self.threads.unwrap_or(cpus).clamp(1, self.queues)
     }
 
-    /// The request to repeat, to a file.
+    /// The request to a file, which is repeated.
     fn template(&self, name: &str, target: Target) -> Result<Template> {
         let size = u32::try_from(self.block).map_err(|_| Error::Memory(self.block))?;
         let (node, fh) = (target.node, target.fh);
@@ -164,7 +164,7 @@ impl Load {
     }
 }
 
-/// What a load works on, once it is there.
+/// An open target.
 enum Ready {
     File(Target),
     Disk,
@@ -173,8 +173,8 @@ enum Ready {
 /// Runs a load against the server that listens at `path`.
 ///
 /// # Errors
-/// When the connection, the preparation or the run fails, or what was written is not there afterwards. Error replies are
-/// counted in the report instead.
+/// The connection, the preparation or the run fails, or written data is missing afterwards. Error replies are counted in the
+/// report instead.
 pub fn run(path: &Path, load: &Load) -> Result<Report> {
     let mut driver = Driver::connect(path, load.config())?;
     let (ready, size, template) = match &load.on {
@@ -223,7 +223,7 @@ fn build(queues: &mut [Queue], load: &Load, orders: &WorkerTask, size: u64) -> R
     queues.iter_mut().enumerate().map(lane).collect()
 }
 
-/// Runs all lanes on as many threads as asked for, with one server after another if the load is to survive that.
+/// Runs all lanes on the configured number of threads, with further servers if the load survives losses.
 fn drive(driver: &mut Driver, lanes: &mut [QueueLoad], load: &Load, orders: &WorkerTask) -> Result<Tally> {
     let mut tally = Tally::new()?;
     let start = Instant::now();
@@ -275,12 +275,12 @@ fn turn(
         tally.add(&found);
         ends.push(end);
     }
-    // Whatever else went wrong says more than that the server is gone.
+    // Another error is more precise than the loss of the server.
     let errors = ends.into_iter().filter_map(Result::err);
     errors.max_by_key(|error| !matches!(error, Error::Disconnected)).map_or(Ok(()), Err)
 }
 
-/// Waits for the next server and goes on with it; it may be lost again while it takes over.
+/// Waits for the next server and continues with it; it may be lost again during the takeover.
 fn reattach(driver: &mut Driver, within: Duration) -> Result<()> {
     let end = Instant::now() + within;
     loop {
@@ -293,7 +293,7 @@ fn reattach(driver: &mut Driver, within: Duration) -> Result<()> {
     }
 }
 
-/// The same load again for a fixed number of requests, with the server's system calls counted.
+/// Repeats the load for a fixed number of requests, and counts the server's system calls.
 fn count(
     driver: &mut Driver,
     lanes: &mut [QueueLoad],

@@ -1,8 +1,8 @@
 //! Verifiable data: each 8 bytes are a function of their offset and a seed.
 
-/// The seed of the data that a file is made with.
+/// The seed of a new file's data.
 pub(super) const SEED_INITIAL: u64 = 0x1;
-/// The seed of the data that a write load writes.
+/// The seed of written data.
 pub(super) const SEED_WRITTEN: u64 = 0x9;
 
 /// Fills `block` with the data at `offset`.
@@ -21,7 +21,7 @@ pub(super) fn matches(block: &[u8], offset: u64, seed: u64) -> bool {
     block == expected
 }
 
-/// Which offset comes next.
+/// The sequence of offsets.
 #[derive(Debug, Clone)]
 pub(super) struct Cursor {
     block: u64,
@@ -33,13 +33,13 @@ pub(super) struct Cursor {
 }
 
 impl Cursor {
-    /// The walk of lane `lane` out of `lanes` over `size` bytes.
+    /// Creates the sequence of lane `lane` out of `lanes` over `size` bytes.
     pub(super) fn new(size: u64, block: u64, random: bool, lane: usize, lanes: usize) -> Self {
         let state = if random { 0x2545_F491_4F6C_DD1D ^ ((lane as u64 + 1) << 32) } else { lane as u64 };
         Self { block, blocks: (size / block.max(1)).max(1), state, stride: lanes as u64, random }
     }
 
-    /// The next offset.
+    /// Returns the next offset in bytes.
     #[inline]
     pub(super) fn next(&mut self) -> u64 {
         if self.random {

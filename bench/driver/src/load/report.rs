@@ -8,56 +8,56 @@ use super::worker::Tally;
 use super::{Load, LoadTarget, Op};
 use crate::measure::{Counter, ResourceUsage, Syscalls, ThreadUse};
 
-/// What a load found.
+/// The result of a load.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
-    /// What was asked.
+    /// The operation.
     pub op: Op,
-    /// Of a `file` or a `disk`.
+    /// The target: `file` or `disk`.
     pub on: &'static str,
-    /// Request queues.
+    /// The number of request queues.
     pub queues: usize,
-    /// Requests in flight per queue.
+    /// The number of requests in flight per queue.
     pub depth: usize,
-    /// Bytes per READ or WRITE.
+    /// The size of a READ or WRITE in bytes.
     pub block: usize,
     /// `random` or `sequential`.
     pub pattern: &'static str,
-    /// How the driver waited: `poll` or `sleep`.
+    /// The driver's way to wait: `poll` or `sleep`.
     pub wait: &'static str,
     /// Whether data was checked.
     pub verify: bool,
-    /// Threads of the driver.
+    /// The number of threads of the driver.
     pub threads: usize,
-    /// How long it took.
+    /// The duration.
     pub seconds: f64,
-    /// How often the server was lost and another one went on.
+    /// The number of times that the server was lost and another one continued.
     pub reattached: u32,
-    /// Requests answered.
+    /// The number of completed requests.
     pub requests: u64,
-    /// Those of them whose answer was wrong.
+    /// The number of wrong replies among them.
     pub errors: u64,
-    /// The first wrong answer.
+    /// The first wrong reply.
     pub first_error: Option<String>,
     /// Requests per second.
     pub requests_per_second: f64,
-    /// Data per second; 0 where there is none.
+    /// Data per second; 0 for operations without data.
     pub mib_per_second: f64,
-    /// From sending to seeing the answer.
+    /// The latencies from sending a request to receiving its reply.
     pub latency_us: Latency,
-    /// Kicks that the server asked for.
+    /// The number of kicks.
     pub kicks_per_request: f64,
-    /// Calls that the server made.
+    /// The number of the server's signals.
     pub calls_per_request: f64,
-    /// Time of the driver itself per request: checking and sending, without polling and kicking.
+    /// The driver's own time per request for checks and sending, without polling and kicks.
     pub driver_ns_per_request: f64,
-    /// Time of the driver in kicks, per request.
+    /// The driver's time in kicks per request.
     pub driver_kick_ns_per_request: f64,
-    /// With WRITE and `verify`: blocks that were found written afterwards.
+    /// With WRITE and `verify`: the number of blocks with the expected data afterwards.
     pub blocks_written: Option<u64>,
-    /// What it cost the server, where its process is known.
+    /// The cost to the server, if its process is known.
     pub server: Option<ServerReport>,
-    /// The server's system calls, where they were to be counted.
+    /// The server's system calls, if they were counted.
     pub syscalls: Option<SyscallReport>,
 }
 
@@ -66,39 +66,39 @@ pub struct Report {
 pub struct Latency {
     /// Arithmetic mean.
     pub mean: f64,
-    /// Half of the requests took no longer.
+    /// The median.
     pub p50: f64,
-    /// 99 of 100 took no longer.
+    /// The 99th percentile.
     pub p99: f64,
-    /// The longest.
+    /// The maximum.
     pub max: f64,
 }
 
-/// What a load cost the server.
+/// The cost of a load to the server.
 #[derive(Debug, Clone, Serialize)]
 pub struct ServerReport {
     /// CPU time of all threads.
     pub cpu_seconds: f64,
     /// The same per request, in microseconds.
     pub cpu_us_per_request: f64,
-    /// How often threads went to sleep.
+    /// The number of voluntary context switches.
     pub voluntary_switches: u64,
     /// The same per request.
     pub voluntary_switches_per_request: f64,
-    /// How often threads were made to yield the CPU.
+    /// The number of involuntary context switches.
     pub involuntary_switches: u64,
-    /// Thread by thread.
+    /// Per thread.
     pub threads: Vec<ThreadUse>,
 }
 
-/// System calls of the server, in a run of their own.
+/// The server's system calls in a separate run.
 #[derive(Debug, Clone, Serialize)]
 pub struct SyscallReport {
-    /// What counted them.
+    /// The counter: `perf` or `strace`.
     pub counter: Counter,
-    /// Requests of that run.
+    /// The number of requests of that run.
     pub requests: u64,
-    /// System calls in all.
+    /// The total number of system calls.
     pub total: u64,
     /// System calls per request.
     pub per_request: f64,
@@ -181,7 +181,7 @@ impl ServerReport {
     }
 }
 
-#[allow(clippy::cast_precision_loss, reason = "a figure to print; 53 bits are more than it deserves")]
+#[allow(clippy::cast_precision_loss, reason = "a printed figure needs no more than 53 bits")]
 fn float(count: u64) -> f64 {
     count as f64
 }

@@ -1,4 +1,4 @@
-//! What the kernel shows of images of the layout composefs, below overlayfs as composefs has them.
+//! The kernel's view of images of the layout composefs, below overlayfs.
 
 use crate::common;
 
@@ -36,34 +36,34 @@ fn a_mounted_image_is_the_tree() {
     assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
     for (path, facts) in &mut before {
         let found = after.remove(path).expect("it has the same names");
-        // composefs makes each name of a file a file of its own.
+        // composefs stores each name of a file as a separate file.
         assert_eq!(found.nlink, u64::from(facts.mode & 0o170_000 != 0o040_000), "{}", path.display());
         facts.nlink = found.nlink;
-        // Of long contents only whether they are the same.
+        // Long contents are compared, but not printed.
         assert!(*facts == found, "{}: {:?} {:?}", path.display(), facts.mtime, found.mtime);
     }
 }
 
-/// The form that a device's number has in an image.
+/// Returns a device number in the form of an image.
 fn encoded(rdev: u64) -> u32 {
     let (major, minor) = (rustix::fs::major(rdev), rustix::fs::minor(rdev));
     (minor & 0xff) | (major << 8) | ((minor & !0xff) << 12)
 }
 
-/// Whatever dump files tell of, with hard links and sizes up to the largest: the kernel shows what our reader finds, name by name. There
-/// are no objects, so that nothing but what is in the image can be read.
+/// For random dump files, with hard links and sizes up to the maximum, the kernel shows the same tree as the reader. There are no
+/// objects, so only data in the image can be read.
 #[test]
 fn the_kernel_and_the_reader_agree_on_dumps() {
     let bench = Bench::new();
     let (on, dump) = (bench.path("mounted"), bench.path("dump"));
     let mut paths = 0;
     for seed in 0..60 {
-        // The kernel lets nobody in where an ACL is none.
+        // The kernel denies access to files with an invalid ACL.
         let is_acl = |field: &&str| field.starts_with("system.posix_acl");
         let line = |line: &str| line.split(' ').filter(|field| !is_acl(field)).collect::<Vec<_>>().join(" ");
         let text = random_dump(seed).lines().map(line).collect::<Vec<_>>().join("\n") + "\n";
         fs::write(&dump, text).expect("files can be made");
-        // A few name something twice, which is refused.
+        // A few have duplicate names, which are refused.
         let Ok(image) = composefs(&bench, &dump) else { continue };
         fs::create_dir_all(bench.store().join("objects")).expect("folders can be made");
         let Some(_mounted) = mount_composefs(&bench.path("image"), &bench.store().join("objects"), &on) else {
@@ -99,7 +99,7 @@ fn the_kernel_and_the_reader_agree_on_dumps() {
             Ok(())
         })
         .expect("the image is sound");
-        // No names beside those.
+        // There are no other names.
         assert_eq!(names, 0, "seed {seed}");
     }
     assert!(paths > 2000, "{paths}");

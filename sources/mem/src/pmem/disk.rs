@@ -80,7 +80,7 @@ pub(crate) struct File {
     pub(crate) is_warm: AtomicBool,
 }
 
-/// What a file's lock guards.
+/// The state behind a file's lock.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) size: u64,
@@ -89,7 +89,7 @@ pub(crate) struct State {
     pub(crate) ticket: Ticket,
     /// Counts all changes of bytes and blocks, for copies without the lock.
     pub(crate) version: u64,
-    /// The inode ended.
+    /// Whether the inode was deleted.
     pub(crate) removed: bool,
 }
 
@@ -218,7 +218,7 @@ impl Disk {
         sync::read(&self.gate)
     }
 
-    /// Holds up all changes.
+    /// Returns the guard that blocks all changes.
     pub(crate) fn stop(&self) -> RwLockWriteGuard<'_, ()> {
         sync::write(&self.gate)
     }
@@ -229,7 +229,7 @@ impl Disk {
         self.tier1.blocks.take(count, goal, cpu).ok_or(Errno::NOSPC)
     }
 
-    /// Frees blocks that no record has mentioned.
+    /// Frees blocks that are in no record.
     pub(crate) fn give_back(&self, runs: &[Run]) {
         for run in runs {
             match &self.tier2 {
@@ -299,15 +299,15 @@ impl Disk {
         self.grace.reclaim(self.log.take_released(), |runs| self.give_back(runs));
     }
 
-    /// Keeps a file that is about to end from being moved: a record of its blocks must not follow the record of its end.
+    /// Excludes a file from moves before it is deleted: no record of its blocks may follow the record of its deletion.
     pub(crate) fn end(&self, ino: Ino) {
         if let Some(file) = self.file(ino) {
             file.write().removed = true;
         }
     }
 
-    /// Removes a file that ended. Its blocks become free when the record of that is durable, or, if there was no room
-    /// for a record, the next snapshot.
+    /// Removes a deleted file. Its blocks become free when the record of the deletion is durable, or, if the log had no room for it,
+    /// the next snapshot.
     pub(crate) fn remove(&self, ino: Ino, by_snapshot: bool) {
         let file = sync::write(self.shard(ino)).remove(&ino);
         if let Some(file) = file {

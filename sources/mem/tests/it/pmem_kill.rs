@@ -14,19 +14,19 @@ use ferry_mem::pmem::{Options, PMem, fsck, open};
 use ferry_vfs::{FileSystem, Ino, RenameFlags};
 use pmem_common::{Random, close, cx, get_all, name, put, walk};
 
-/// Where the child finds its image; without it, the child's half of this file does nothing.
+/// The environment variable with the image's path for the child; without it, the child's test does nothing.
 const IMAGE: &str = "FERRY_TEST_PMEM_IMAGE";
 const SEED: &str = "FERRY_TEST_PMEM_SEED";
 const IMAGE_BYTES: u64 = 16 << 20;
 const FILES: u64 = 40;
 
-/// What version `version` of a file holds: its own number, over and over.
+/// Returns the contents of version `version` of a file: its number, repeated.
 fn contents(version: u64) -> Vec<u8> {
     let words = 1 + version * 37 % 5000;
     (0..words).flat_map(|_| version.to_le_bytes()).collect()
 }
 
-/// Replaces files as programs do, by a new one that is synced and renamed; says so when each is durable.
+/// Replaces files as programs do, by a new file that is synced and renamed; reports each durable replacement.
 fn work(fs: &PMem, random: &mut Random) -> ferry_vfs::Result<()> {
     let mut out = std::io::stdout().lock();
     for count in 0.. {
@@ -36,7 +36,7 @@ fn work(fs: &PMem, random: &mut Random) -> ferry_vfs::Result<()> {
         assert!(fs.fsync(&cx(), ino, handle, false)?.is_none());
         close(fs, ino, handle);
         let target = format!("{file}");
-        // Said before it may happen, and when it has: in between, both are right.
+        // Reported before and after the rename: in between, both versions are correct.
         writeln!(out, "begin {file} {version}").unwrap();
         let (from, to) = ((Ino::ROOT, name(fresh.as_bytes())), (Ino::ROOT, name(target.as_bytes())));
         fs.rename(&cx(), from, to, RenameFlags::empty())?;
@@ -49,7 +49,7 @@ fn work(fs: &PMem, random: &mut Random) -> ferry_vfs::Result<()> {
     Ok(())
 }
 
-/// The child's half.
+/// The child process.
 #[test]
 fn child() {
     let (Ok(image), Ok(seed)) = (std::env::var(IMAGE), std::env::var(SEED)) else { return };
@@ -59,11 +59,11 @@ fn child() {
     panic!("the work ended: {:?}", work(&fs, &mut random));
 }
 
-/// What may be in a file: the version last acknowledged (`None`: there was no such file), and those begun since.
+/// The possible contents of each file: the last acknowledged version (`None`: no file), and those begun since.
 type Known = BTreeMap<u64, Vec<Option<u64>>>;
 
 fn follow(line: &str, known: &mut Known) {
-    // The test harness writes lines of its own.
+    // The test harness prints other lines.
     let words: Vec<&str> = line.split_whitespace().collect();
     match words[..] {
         ["begin", file, version] => {
@@ -88,7 +88,7 @@ fn kill_once(image: &Path, seed: u64, after: Duration, known: &mut Known) {
     let output = child.stdout.take().unwrap();
     let reader = std::thread::spawn(move || {
         let mut lines = Vec::new();
-        // A line that was cut off ends what is known.
+        // A truncated line is the last one.
         for line in BufReader::new(output).lines() {
             lines.push(line.unwrap());
         }
@@ -120,7 +120,7 @@ fn kill_loop(time: Duration, seed: u64) {
             let path = format!("/{file}");
             let version = world.get(path.as_bytes()).map(|seen| {
                 let version = u64::from_le_bytes(seen.bytes[..8].try_into().unwrap());
-                assert!(*seen.bytes == contents(version), "kill {kills}: {path} is no whole version");
+                assert!(*seen.bytes == contents(version), "kill {kills}: {path} is not a complete version");
                 version
             });
             assert!(versions.contains(&version), "kill {kills}: {path} is {version:?}, none of {versions:?}");
