@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use crate::escape::printable;
 use crate::report::{BucketReport, ExportReport, OperationReport, ServerReport};
 
-/// Buckets end at powers of two of nanoseconds here, from 2^9 to 2^35: a fourth of those that are counted.
+/// The bounds of buckets are powers of two in nanoseconds, from 2^9 to 2^35: a quarter of the counted buckets.
 const BUCKET_BITS: std::ops::RangeInclusive<u32> = 9..=35;
 
 /// The format of the text.
@@ -42,7 +42,7 @@ struct Family {
     samples: fn(&mut Text, &Series<'_>),
 }
 
-/// The text under way.
+/// The text so far.
 struct Text {
     out: String,
     /// The family's name.
@@ -190,7 +190,7 @@ pub fn metrics_text(reports: &[ServerReport], format: MetricsFormat, with_pid: b
     text.out
 }
 
-/// Labels of a sample that may have none.
+/// The labels of a sample, if any.
 fn braced(labels: String) -> String {
     if labels.is_empty() { labels } else { format!("{{{labels}}}") }
 }
@@ -200,7 +200,7 @@ fn push_label(labels: &mut String, name: &str, value: &str) {
     let _ = write!(labels, "{comma}{name}=\"{}\"", escaped(value));
 }
 
-/// A label's value. A terminal may show it, so control characters are written in letters.
+/// A label's value. A terminal may show it, so control characters are escaped.
 fn escaped(value: &str) -> Cow<'_, str> {
     let value = printable(value);
     match value.contains(['\\', '"']) {
@@ -234,7 +234,7 @@ impl Text {
         let _ = writeln!(self.out, "{}{suffix}{{{all}}} {value}", self.name);
     }
 
-    /// Writes a family of what exports use, if any export reports it.
+    /// Writes a family of usage counters, if any export reports it.
     fn usage(&mut self, series: &[Series<'_>], name: &str, help: &str) {
         let all = series.iter().flat_map(|one| one.export.usage.iter().map(move |usage| (one, usage)));
         let mut all = all.filter(|(_, usage)| usage.name == name).peekable();

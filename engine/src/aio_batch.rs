@@ -225,7 +225,7 @@ mod tests {
             assert_eq!(
                 outcomes,
                 [Some(Some(0)), None, None],
-                "the end of the file, what cannot be begun, and all after it"
+                "the end of the file, a rejected call, and all later calls"
             );
         }
     }

@@ -250,7 +250,7 @@ mod tests {
                 let _ = tell.send(round);
             });
             assert_eq!(told.recv_timeout(PATIENCE), Ok(round));
-            assert!(begin.elapsed() >= OVERDUE, "they count for a while");
+            assert!(begin.elapsed() >= OVERDUE, "they count until they are overdue");
         }
         assert!(lock(&blocking_pool.0.state).threads.len() <= 3 * (THREADS_MAX + 1));
         drop(keep);
@@ -292,7 +292,7 @@ mod tests {
         });
         drop(blocking_pool);
         drop(begin);
-        let took = told.recv().expect("it does not wait for itself");
+        let took = told.recv().expect("the pool does not wait for its own thread");
         assert!(took < PATIENCE, "took {took:?}");
     }
 }

@@ -66,11 +66,11 @@ struct Watch {
     armed: bool,
 }
 
-/// What a completion is about.
+/// A completion.
 pub(crate) enum Completion {
     /// The transfer in this slot ended, with a count or an error.
     Transfer(usize, io::Result<usize>),
-    /// A watched descriptor stirred.
+    /// A watched descriptor became readable.
     Stir,
 }
 
@@ -144,7 +144,9 @@ impl Ring {
         unsafe { self.buffers.set(&self.uring, regions) }
     }
 
-    /// # Safety As for [`io_uring::squeue::SubmissionQueue::push`]: the data that `entry` points to stays valid until it completes.
+    /// # Safety
+    ///
+    /// As for [`io_uring::squeue::SubmissionQueue::push`]: the data that `entry` points to stays valid until it completes.
     unsafe fn push(&mut self, entry: &Entry) -> io::Result<()> {
         // SAFETY: guaranteed by the caller.
         while unsafe { self.uring.submission().push(entry) }.is_err() {
@@ -249,7 +251,7 @@ impl Ring {
         !self.uring.completion().is_empty() || self.uring.submission().taskrun()
     }
 
-    /// The next completion.
+    /// Returns the next completion.
     pub(crate) fn next(&mut self) -> Option<Completion> {
         loop {
             let entry = self.uring.completion().next()?;

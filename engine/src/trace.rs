@@ -1,6 +1,6 @@
-//! Requests for a trace: all workers add the requests that end, and one thread takes them.
+//! Requests for a trace: all workers add completed requests, and one thread takes them.
 //!
-//! Nobody waits for that thread: if it is slow, requests are left out and counted.
+//! Workers never wait for that thread: if it is slow, requests are dropped and counted.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -9,21 +9,21 @@ use std::time::{Duration, Instant};
 use ferry_vfs::Errno;
 use ferry_vfs::sync::lock;
 
-/// Requests that wait to be taken at most: some MB, a tenth of a second of the fastest exports.
+/// The maximum number of queued requests: a few MB, a tenth of a second of the fastest exports.
 const WAITING_MAX: usize = 1 << 16;
 
-/// A request that has ended.
+/// A completed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TracedRequest {
     /// The number of its export, see [`crate::metrics::Metrics::trace`].
     pub export: u32,
     /// The number of its operation, see [`crate::metrics::Metrics::operation_name`].
     pub operation: usize,
-    /// When it has begun, in nanoseconds since the trace has.
+    /// Its start in nanoseconds since the start of the trace.
     pub begin_ns: u64,
-    /// How long it took.
+    /// Its duration in nanoseconds.
     pub latency_ns: u64,
-    /// Its bytes of data, or its error.
+    /// The number of its data bytes, or its error.
     pub outcome: Result<usize, Errno>,
 }
 
@@ -52,7 +52,7 @@ impl Default for Tracer {
 }
 
 impl Tracer {
-    /// Adds a request that has ended. Those that have begun before the trace are not part of it.
+    /// Adds a completed request. Requests that began before the trace are ignored.
     pub(crate) fn add(
         &self,
         export: u32,
@@ -76,8 +76,8 @@ impl Tracer {
         }
     }
 
-    /// Waits so long, or until half of the room is used or the trace has ended; then moves the requests to `requests`, which must
-    /// be empty. Returns how many were left out since the last call.
+    /// Waits until the time is over, the queue is half full, or the trace has ended; then moves the requests to `requests`, which must
+    /// be empty. Returns the number of requests dropped since the last call.
     pub fn take(&self, wait: Duration, requests: &mut Vec<TracedRequest>) -> u64 {
         let waiting = lock(&self.waiting);
         let goes_on =
@@ -88,12 +88,12 @@ impl Tracer {
         std::mem::take(&mut waiting.left_out)
     }
 
-    /// Returns how long it has been going on.
+    /// Returns the time since its start.
     pub fn elapsed(&self) -> Duration {
         self.begin.elapsed()
     }
 
-    /// Ends the trace: later requests are not part of it.
+    /// Ends the trace: later requests are ignored.
     pub fn close(&self) {
         let waiting = lock(&self.waiting);
         self.is_open.store(false, Ordering::Relaxed);
@@ -101,7 +101,7 @@ impl Tracer {
         self.is_due.notify_all();
     }
 
-    /// Whether it goes on.
+    /// Returns whether it has not ended.
     pub fn is_open(&self) -> bool {
         self.is_open.load(Ordering::Relaxed)
     }
@@ -134,7 +134,7 @@ mod tests {
         assert_eq!((first.export, first.operation, first.outcome), (7, 2, Ok(3)));
         assert_eq!((second.operation, second.outcome), (4, Err(Errno::NOENT)));
         assert!(first.begin_ns <= second.begin_ns && second.latency_ns > 0, "{requests:?}");
-        // Workers that begin later are part of it, too.
+        // Workers that start later take part, too.
         let mut later = Recorder::new(&metrics);
         let timer = later.begin(5);
         later.end(timer, Ok(0));
@@ -145,7 +145,7 @@ mod tests {
         let timer = later.begin(5);
         later.end(timer, Ok(0));
         requests.clear();
-        // It does not wait any more.
+        // An ended trace does not wait.
         tracer.take(Duration::from_secs(3600), &mut requests);
         assert!(requests.is_empty() && !tracer.is_open());
     }

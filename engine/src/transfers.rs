@@ -50,12 +50,12 @@ pub fn ring_fallbacks() -> u64 {
     FALLBACKS.load(Ordering::Relaxed)
 }
 
-/// What a transfer does.
+/// The operation of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Reads from the descriptor into memory, all of it unless the file ends.
     Read,
-    /// From memory into the descriptor.
+    /// Writes from memory to the descriptor.
     Write {
         /// The kernel must clear suid and sgid: write without `CAP_FSETID`.
         clear_privileges: bool,
@@ -86,7 +86,7 @@ const BUSY_FROM: usize = 8;
 
 /// Every worker has the same result; only one logs it.
 static SAID: Once = Once::new();
-/// The workers that have that result.
+/// The number of workers with that result.
 static FALLBACKS: AtomicU64 = AtomicU64::new(0);
 
 /// A failure of the transfer engine, not of a transfer.
@@ -196,7 +196,7 @@ impl Transfers {
     ///
     /// # Errors
     ///
-    /// Why no memory is registered: it belongs to files that cannot be pinned, or exceeds the limit of locked memory.
+    /// The memory cannot be registered: it belongs to files that cannot be pinned, or exceeds the limit of locked memory.
     ///
     /// # Safety
     ///
@@ -312,7 +312,7 @@ impl Transfers {
         self.done.pop_front()
     }
 
-    /// Whether [`Self::next_done`] has something.
+    /// Returns whether [`Self::next_done`] has a result.
     pub fn has_done(&self) -> bool {
         !self.done.is_empty()
     }

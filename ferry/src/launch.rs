@@ -17,7 +17,7 @@ pub const SHUTDOWN_SIGNALS: [i32; 3] = [Signal::TERM.as_raw(), Signal::INT.as_ra
 /// The signal that also discards the state of `--state`.
 pub const SIGNAL_DISCARD_STATE: i32 = Signal::QUIT.as_raw();
 
-/// The exports of a process. They are prepared: their sockets exist, and what the sandbox will hide is open.
+/// The prepared exports of a process: their sockets exist, and files that the sandbox will hide are open.
 pub trait Serve {
     /// Keeps only the socket files, in the process outside the sandbox. That process waits, removes those files at the end, and
     /// removes the returned new files if the start fails.
@@ -43,7 +43,7 @@ pub trait Serve {
     fn stop(&mut self, signal: Option<i32>);
 }
 
-/// Serves until a signal, or until nothing is left to serve. Calls `ready` once all is up, which returns whether the start has
+/// Serves until a signal, or until nothing is left to serve. Calls `ready` once everything is served; it returns whether the start
 /// succeeded. Returns the exit status. With namespaces this returns in two processes: the one outside the sandbox returns the
 /// status of the other.
 pub fn run<S: Serve>(

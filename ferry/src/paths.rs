@@ -6,8 +6,8 @@ use std::sync::LazyLock;
 
 static START_DIR: LazyLock<PathBuf> = LazyLock::new(|| std::env::current_dir().unwrap_or_default());
 
-/// Returns the directory that this process was started in, also after it has changed directory; empty if that directory has no
-/// path any more. The first call must precede the change.
+/// Returns the directory in which this process was started, also after `chdir`; empty if that directory was removed. The first call
+/// must precede the change.
 pub fn start_dir() -> &'static Path {
     &START_DIR
 }

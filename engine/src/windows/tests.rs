@@ -1,4 +1,4 @@
-//! Windows that do as they are asked, and one that does nothing.
+//! Windows that follow requests, and one that ignores them.
 
 use super::*;
 
@@ -8,10 +8,10 @@ static GUEST: LazyLock<SessionId> = LazyLock::new(SessionId::unique);
 static WRITER: LazyLock<SessionId> = LazyLock::new(SessionId::unique);
 const SHORT: Duration = Duration::from_millis(50);
 
-/// What a window was asked, with what it is to drop.
+/// A request to a window, and the signal that it drops when it is done.
 type ShortenCall = (FileId, u64, Option<CompletionSignal>);
 
-/// Keeps what it was asked, and what it is to drop.
+/// Records requests and keeps their signals.
 #[derive(Clone, Default)]
 struct FakeWindow(Arc<Mutex<Vec<ShortenCall>>>, Arc<AtomicBool>, bool);
 
@@ -34,7 +34,7 @@ impl FakeWindow {
 #[test]
 fn a_truncation_asks_other_windows_for_the_range_past_the_end() {
     let (windows, notes) = (Windows::default(), FakeWindow::default());
-    drop(windows.shortening(*WRITER, || unreachable!("nobody has a window"), 0));
+    drop(windows.shortening(*WRITER, || unreachable!("there are no windows"), 0));
     let member = windows.join(notes.clone());
     let claims = [0x20_0000, 0x40_0000].map(|end| windows.claim(&member, *GUEST, FILE, 0..end));
     for (by, file, end, asked) in [
@@ -47,7 +47,7 @@ fn a_truncation_asks_other_windows_for_the_range_past_the_end() {
         (*GUEST, FILE, 0, false),
     ] {
         drop(windows.shortening(by, || Some(file), end));
-        // One window, once, however many parts it has.
+        // Each window is asked once, however many parts it has.
         assert_eq!(notes.taken(), Vec::from_iter(asked.then_some((file, end))), "{by:?} {file:?} {end:#x}");
     }
     let [first, last] = claims;
@@ -84,7 +84,7 @@ fn ranges_that_windows_may_store_to_are_not_punched() {
         claim.stores();
         claim
     });
-    // These are only read, and of another file.
+    // These parts are read-only, or of another file.
     let _reads = windows.claim(&member, *GUEST, FILE, 60..70);
     windows.claim(&member, *GUEST, OTHER, 0..100).stores();
     let zeroed = [5..10, 20..40, 40..50, 50..60, 85..90];
@@ -97,11 +97,11 @@ fn ranges_that_windows_may_store_to_are_not_punched() {
     // Where ranges cannot be zeroed they become holes, which are filled.
     expected.iter_mut().for_each(|(flags, _)| *flags = PUNCH);
     assert_eq!(punch(&windows, ZERO), [&expected[..], &filled].concat());
-    // No room is an error, and so is all else.
+    // ENOSPC is an error, and so are all others.
     let refused =
         windows.punch(|| Some(FILE), 5..90, |flags, _| if flags == FILL { Err(Errno::NOSPC) } else { Ok(()) });
     assert_eq!(refused, Err(Errno::NOSPC));
-    // What is given back is punched again.
+    // Released ranges are punched again.
     claims.iter_mut().for_each(|claim| claim.stores());
     drop(claims);
     assert_eq!(punch(&windows, ZERO), [(PUNCH, 5..90)]);
@@ -122,7 +122,7 @@ fn a_range_being_cut_off_cannot_be_mapped() {
 }
 
 #[test]
-fn a_window_that_does_nothing_is_waited_for_once() {
+fn the_wait_for_a_stuck_window_happens_once() {
     let (windows, notes) = (Windows::default(), FakeWindow(Arc::default(), Arc::default(), true));
     let member = windows.join(notes.clone());
     let _claim = windows.claim(&member, *GUEST, FILE, 0..0x20_0000);
@@ -134,7 +134,7 @@ fn a_window_that_does_nothing_is_waited_for_once() {
     assert!(!notes.1.load(Ordering::SeqCst));
     assert!(shorten() && notes.1.load(Ordering::SeqCst));
     assert!(!shorten());
-    assert_eq!(notes.taken().len(), 2, "it is asked once more, and then not");
+    assert_eq!(notes.taken().len(), 2, "it is asked once more, and not again");
     assert!(member.take_missed() && !member.take_missed());
-    assert!(shorten(), "and is again from then on");
+    assert!(shorten(), "it is asked again afterwards");
 }

@@ -17,7 +17,7 @@ const SEGMENTS_MAX: u32 = 126;
 pub(crate) struct Blk {
     state: Arc<State>,
     options: Options,
-    /// One per queue, but no more than there are CPUs.
+    /// The number of workers: one per queue, at most one per CPU.
     workers: usize,
 }
 

@@ -8,10 +8,10 @@ use ferry_engine::{BlockingPool, RatelimitedLog};
 use ferry_vfs::{Disk, DiskFeatures, Geometry};
 use ferry_wire::blk::{DeviceFeatures, Limits, SECTOR_BYTES};
 
-/// The maximum number of bytes copied at once for calls that may block: two hundred of Linux's usual requests.
+/// The maximum total size in bytes of concurrent copies for calls that may block: two hundred of Linux's usual requests.
 const COPIED_BYTES_MAX: usize = 256 << 20;
 
-/// Counts what is copied.
+/// The budget for concurrent copies.
 #[derive(Debug, Default)]
 pub(crate) struct CopyBudget(Arc<AtomicUsize>);
 
@@ -50,7 +50,7 @@ pub(crate) struct State {
     may_cache: bool,
     /// The last known size: querying the disk may block on a lock.
     bytes: AtomicU64,
-    /// The driver wants the cache, if it can tell.
+    /// The driver has enabled the cache, if it supports CONFIG_WCE.
     wants_cache: AtomicBool,
     /// The driver supports CONFIG_WCE.
     can_choose: AtomicBool,
@@ -124,7 +124,7 @@ impl State {
     }
 
     /// Applies the negotiated features: every write of a driver that cannot flush is durable (section 5.2.5.2), and the configuration
-    /// space says so.
+    /// shows that.
     pub(crate) fn negotiated(&self, features: DeviceFeatures) {
         self.can_choose.store(features.contains(DeviceFeatures::CONFIG_WCE), Ordering::Relaxed);
         self.can_flush.store(features.contains(DeviceFeatures::FLUSH), Ordering::Relaxed);
@@ -136,7 +136,7 @@ impl State {
         self.reset();
     }
 
-    /// Forgets what was negotiated. A cache that is off stays off: QEMU shows the next driver what it has read before the reset, and
+    /// Resets the negotiated features. A disabled cache stays disabled: QEMU shows the next driver the value from before the reset, and
     /// that driver would not flush.
     pub(crate) fn reset(&self) {
         self.can_choose.store(true, Ordering::Relaxed);

@@ -15,14 +15,14 @@ use ferry_fuse::{Cache, Export, Options, Path};
 
 const PARAMETER: &str = "/sys/module/fuse/parameters/enable_uring";
 
-/// The parameter belongs to the whole machine: one test at a time changes it or needs it.
+/// The parameter is global to the machine, so tests that change or need it run one at a time.
 static MACHINE: Mutex<()> = Mutex::new(());
 
 fn machine() -> MutexGuard<'static, ()> {
     MACHINE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// io_uring forbidden, until dropped.
+/// Disables io_uring until it is dropped.
 struct Forbidden;
 
 impl Forbidden {
@@ -41,9 +41,9 @@ fn serves(at: &std::path::Path) -> bool {
     File::open(at.join("file")).unwrap().read_at(&mut [0; 512], 0).unwrap() == 512
 }
 
-/// Linux refuses every request of a mount that may be idmapped and whose permissions it does not check.
+/// Linux refuses all requests of an idmappable mount without permission checks in the kernel.
 #[test]
-fn a_mount_whose_permissions_the_kernel_does_not_check_can_be_used() {
+fn a_mount_without_permission_checks_in_the_kernel_works() {
     let _machine = machine();
     for (path, allow_idmap) in paths().into_iter().flat_map(|path| [(path, false), (path, true)]) {
         let tmp = tempfile::tempdir().unwrap();
@@ -96,7 +96,7 @@ fn used_features_are_explained() {
     }
 }
 
-/// Where [`as_user`] mounts.
+/// The mount point of [`as_user`].
 const AT: &str = "FERRY_TEST_AT";
 
 #[test]
@@ -117,7 +117,7 @@ fn as_user() {
     }
 }
 
-/// Makes /dev/fuse what it is on most machines, usable for everybody, in a mount namespace of its own.
+/// Makes /dev/fuse accessible to all users, as on most machines, in a separate mount namespace.
 const OPEN_DEVICE: &str = "set -e
     mount -t tmpfs -o mode=755,dev none \"$1\"
     mknod -m 666 \"$1/fuse\" c 10 229
@@ -139,9 +139,9 @@ fn a_user_mounts_and_is_served_on_both_paths() {
     std::fs::create_dir(&device).unwrap();
     std::fs::create_dir(&at).unwrap();
     std::os::unix::fs::chown(&at, Some(65534), Some(65534)).unwrap();
-    // A copy that anybody may start, wherever the build folder is.
+    // A copy that every user can execute, wherever the build folder is.
     let program = folder.path().join("test");
-    // By another process: what one of our threads has open for writing, nobody can start.
+    // Copied by another process, because a file that a thread here has open for writing cannot be executed.
     let copied = Command::new("cp").arg(std::env::current_exe().unwrap()).arg(&program).status();
     assert!(copied.unwrap().success());
     all(&program);

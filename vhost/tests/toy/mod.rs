@@ -1,4 +1,4 @@
-//! A device for tests: it answers a number with another, some numbers at once and some later.
+//! A device for tests: it replies to a number with another number, immediately or later.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -11,49 +11,49 @@ use ferry_vhost::{Chain, ChainState, Device, Io, Placement, Port, QueueHandler, 
 
 /// The difference between a request and its reply.
 const MASK: u64 = 0x5555_aaaa_0f0f_3c3c;
-/// How long the odd numbers take.
+/// The time to serve odd numbers.
 const LATER: Duration = Duration::from_micros(300);
-/// From here on numbers are parked, and answered after [`MUCH_LATER`].
+/// Numbers from here on are parked, and get a reply after [`MUCH_LATER`].
 pub const PARKED: u64 = 1 << 63;
 const MUCH_LATER: Duration = Duration::from_millis(30);
-/// Added to a number: it is answered when [`Toy::release`] says so.
+/// Added to a number: it gets a reply with [`Toy::release`].
 pub const HELD: u64 = 1 << 62;
-/// Added to a number: the worker waits for [`Toy::gate`] before anything else.
+/// Added to a number: the worker first waits for [`Toy::gate`].
 pub const GATED: u64 = 1 << 61;
 /// Added to a number: its handler panics.
 pub const PANICS: u64 = 1 << 60;
-/// Added to such a number: and once more, which ends the worker.
+/// Added to such a number: the error handler panics, too, which ends the worker.
 pub const FATAL: u64 = 1 << 59;
 /// The byte of the configuration space that the driver may write.
 pub const WRITABLE_AT: u32 = 4;
-/// Queues, each served by a worker of its own.
+/// The number of queues, each with its own worker.
 pub const QUEUES: usize = 4;
 
-/// Whom to tell which token's number.
+/// Pending replies: port, token and number.
 pub type Held = Arc<Mutex<Vec<(Arc<Port<u64>>, u64, u64)>>>;
 
 #[derive(Clone, Default)]
 pub struct Toy {
-    /// Every request is noted here when it is carried out.
+    /// All executed requests.
     pub journal: Option<PathBuf>,
     pub written: Arc<AtomicU8>,
     pub features: Arc<AtomicU64>,
-    /// Whoever has it holds up [`GATED`] numbers.
+    /// While it is locked, [`GATED`] numbers wait.
     pub gate: Arc<Mutex<()>>,
-    /// How many numbers have come to it.
+    /// The number of requests that have reached the gate.
     pub at_gate: Arc<AtomicUsize>,
     pub held: Held,
-    /// Threads that serve numbers that wait, which are those at the gate and odd ones.
+    /// The number of threads for waiting requests: those at the gate and odd ones.
     pub spares: usize,
 }
 
 impl Toy {
-    /// How many numbers are held.
+    /// Returns the number of held requests.
     pub fn held(&self) -> usize {
         self.held.lock().unwrap().len()
     }
 
-    /// Answers all that are held.
+    /// Replies to all held requests.
     pub fn release(&self) {
         for (port, token, number) in self.held.lock().unwrap().drain(..) {
             port.reply(token, number);
@@ -177,7 +177,7 @@ impl QueueHandler for Handler {
 
     fn deliver(&mut self, chain: &Chain, number: u64) -> u32 {
         self.is_broken = number & FATAL != 0;
-        assert!(number & PANICS == 0, "as it was asked to");
+        assert!(number & PANICS == 0, "a test panic");
         u32::try_from(chain.write_at(0, &(number ^ MASK).to_le_bytes())).unwrap()
     }
 
@@ -189,24 +189,24 @@ impl QueueHandler for Handler {
     }
 
     fn failed(&mut self, _: &Chain) -> u32 {
-        assert!(!self.is_broken, "as it was asked to");
+        assert!(!self.is_broken, "a test panic");
         0
     }
 }
 
-/// Serves a toy at a socket.
+/// Serves a toy on a socket.
 pub fn serve(path: &Path, toy: Toy) -> (Socket, Server) {
     let socket = Socket::bind(path).unwrap();
     let server = Server::start(socket.listener().unwrap(), toy, "toy").unwrap();
     (socket, server)
 }
 
-/// How tests connect.
+/// Returns the configuration of tests.
 pub fn config() -> Config {
     Config { queues: QUEUES, first_queues: 0, queue_size: 64, ..Config::default() }
 }
 
-/// Asks a number.
+/// Sends a number.
 pub fn ask(driver: &mut Driver, queue: usize, number: u64) -> ferry_driver::Result<Ticket> {
     driver.queue(queue).submit(&[&number.to_le_bytes()], &[8])
 }

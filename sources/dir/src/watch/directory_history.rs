@@ -1,4 +1,4 @@
-//! What inotify's events say happened. What clients of this process did is left out; see [`OwnEvents`].
+//! Converts inotify's events to changes. Operations of this process's clients are left out; see [`OwnEvents`].
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,7 +19,7 @@ pub(super) struct DirectoryEvent<'a> {
     pub(super) targets: &'a [Ino],
 }
 
-/// A name that was moved away. Its new place follows, if it is watched.
+/// A name that was moved away. Its new name follows, if that directory is watched.
 #[derive(Debug)]
 struct Moved {
     mask: u32,
@@ -29,7 +29,7 @@ struct Moved {
     targets: Vec<Ino>,
 }
 
-/// Turns events into what happened.
+/// Converts events to changes.
 #[derive(Debug)]
 pub(super) struct DirectoryHistory {
     own: Arc<OwnEvents>,
@@ -43,12 +43,12 @@ impl DirectoryHistory {
         Self { own, _subscription: subscription, moved: None }
     }
 
-    /// A client's file is closed now.
+    /// Records that a client closed a file.
     pub(super) fn closed(&self, ino: Ino) {
         self.own.closed(ino);
     }
 
-    /// Whether half of a rename waits for the other.
+    /// Whether half of a rename is pending.
     pub(super) fn is_waiting(&self) -> bool {
         self.moved.is_some()
     }
@@ -64,7 +64,7 @@ impl DirectoryHistory {
         history.lost();
     }
 
-    /// The name that was moved away last has not come to a watched place.
+    /// The pending name was moved to an unwatched directory.
     pub(super) fn flush(&mut self, history: &mut History) {
         let Some(moved) = self.moved.take() else { return };
         if !self.is_own(&moved.dirs, &moved.name, NameKind::MovedFrom) {
@@ -81,7 +81,7 @@ impl DirectoryHistory {
             self.flush(history);
         }
         let Some(name) = event.name else {
-            // Of other directories the watch of the parent tells this, too.
+            // For other directories the watch of the parent reports this, too.
             if targets.contains(&Ino::ROOT) && !self.are_own(targets, mask) {
                 history.add(&Known {
                     mask: mask.into(),
@@ -124,7 +124,7 @@ impl DirectoryHistory {
     }
 
     fn is_own(&self, dirs: &[Ino], name: &NameBuf, kind: NameKind) -> bool {
-        // Of a directory that was found through several mounts, one number is the client's.
+        // A directory that was found through several mounts has several numbers; one is the client's.
         dirs.iter().any(|dir| self.own.take(*dir, name, kind))
     }
 
@@ -166,21 +166,21 @@ mod tests {
         Name::new(bytes).unwrap().to_buf()
     }
 
-    struct Tried {
+    struct Harness {
         changes: Changes,
         history: DirectoryHistory,
         client: SessionId,
     }
 
-    impl Tried {
+    impl Harness {
         fn new() -> Self {
             let changes = Changes::default();
             let history = DirectoryHistory::new(&changes);
             Self { changes, history, client: SessionId::unique() }
         }
 
-        /// What is told of events, each with a mask, a cookie and a name.
-        fn told(&mut self, events: &[(u32, u32, &NameBuf)]) -> Vec<Event> {
+        /// Returns the events for inotify events, each with a mask, a cookie and a name.
+        fn events(&mut self, events: &[(u32, u32, &NameBuf)]) -> Vec<Event> {
             let mut history = History::default();
             for (mask, cookie, name) in events {
                 let event =
@@ -193,39 +193,39 @@ mod tests {
 
     #[test]
     fn an_event_of_a_clients_operation_is_skipped_once() {
-        let (mut tried, a) = (Tried::new(), name(b"a"));
+        let (mut harness, a) = (Harness::new(), name(b"a"));
         let created = || Event::Created { dir: DIR, name: a.clone(), is_dir: false, ino: Some(FILE) };
-        tried.changes.publish_event(tried.client, || Some(created()));
-        assert_eq!(tried.told(&[(libc::IN_CREATE, 0, &a)]), []);
-        assert_eq!(tried.told(&[(libc::IN_CREATE, 0, &a)]), [created()], "somebody else's");
-        tried.changes.publish_event(SessionId::default(), || Some(created()));
-        assert_eq!(tried.told(&[(libc::IN_CREATE, 0, &a)]).len(), 1, "what is passed on is not this process's");
-        tried.changes.publish_event(tried.client, || Some(created()));
-        tried.history.seen_until(Instant::now());
-        assert_eq!(tried.told(&[(libc::IN_CREATE, 0, &a)]).len(), 1, "its event has been seen");
+        harness.changes.publish_event(harness.client, || Some(created()));
+        assert_eq!(harness.events(&[(libc::IN_CREATE, 0, &a)]), []);
+        assert_eq!(harness.events(&[(libc::IN_CREATE, 0, &a)]), [created()], "an event of another process");
+        harness.changes.publish_event(SessionId::default(), || Some(created()));
+        assert_eq!(harness.events(&[(libc::IN_CREATE, 0, &a)]).len(), 1, "an event of another process is reported");
+        harness.changes.publish_event(harness.client, || Some(created()));
+        harness.history.seen_until(Instant::now());
+        assert_eq!(harness.events(&[(libc::IN_CREATE, 0, &a)]).len(), 1, "its event was consumed");
     }
 
     #[test]
     fn changes_of_files_by_clients_are_left_out() {
-        let (mut tried, a) = (Tried::new(), name(b"a"));
+        let (mut harness, a) = (Harness::new(), name(b"a"));
         let modified = [(libc::IN_MODIFY, 0, &a), (libc::IN_MODIFY, 0, &a)];
-        assert_eq!(tried.told(&modified[..1]), [Event::Modified(Place { ino: DIR, name: Some(a.clone()) })]);
-        tried.changes.publish(tried.client, || Change::Data { ino: FILE, offset: 0, len: 1 });
-        assert_eq!(tried.told(&modified), []);
-        assert_eq!(tried.told(&[(libc::IN_ATTRIB, 0, &a)]).len(), 1, "that is something else");
-        tried.changes.publish_event(tried.client, || Some(Event::Closed(Place { ino: FILE, name: None })));
-        tried.history.seen_until(Instant::now());
-        assert_eq!(tried.told(&[(libc::IN_CLOSE_WRITE, 0, &a)]), [], "it is closed after it was said");
-        assert_eq!(tried.told(&modified[..1]).len(), 1);
+        assert_eq!(harness.events(&modified[..1]), [Event::Modified(Place { ino: DIR, name: Some(a.clone()) })]);
+        harness.changes.publish(harness.client, || Change::Data { ino: FILE, offset: 0, len: 1 });
+        assert_eq!(harness.events(&modified), []);
+        assert_eq!(harness.events(&[(libc::IN_ATTRIB, 0, &a)]).len(), 1, "another kind of change is reported");
+        harness.changes.publish_event(harness.client, || Some(Event::Closed(Place { ino: FILE, name: None })));
+        harness.history.seen_until(Instant::now());
+        assert_eq!(harness.events(&[(libc::IN_CLOSE_WRITE, 0, &a)]), [], "the close was recorded before");
+        assert_eq!(harness.events(&modified[..1]).len(), 1);
     }
 
     #[test]
     fn a_directory_is_reported_once() {
-        let (mut tried, sub) = (Tried::new(), name(b"sub"));
+        let (mut harness, sub) = (Harness::new(), name(b"sub"));
         let mut told = |dir, name, targets: &[Ino]| {
             let mut history = History::default();
             let mask = libc::IN_ATTRIB | libc::IN_ISDIR;
-            tried.history.add(&DirectoryEvent { mask, cookie: 0, dirs: &[dir], name, targets }, &mut history);
+            harness.history.add(&DirectoryEvent { mask, cookie: 0, dirs: &[dir], name, targets }, &mut history);
             history.finish()
         };
         assert_eq!(told(DIR, Some(&sub), &[FILE]).len() + told(FILE, None, &[FILE]).len(), 1);
@@ -234,22 +234,22 @@ mod tests {
 
     #[test]
     fn the_two_halves_of_a_rename_are_one_event() {
-        let (mut tried, a, b) = (Tried::new(), name(b"a"), name(b"b"));
+        let (mut harness, a, b) = (Harness::new(), name(b"a"), name(b"b"));
         let renamed =
             || Event::Renamed { from: (DIR, a.clone()), to: (DIR, b.clone()), is_dir: false, exchanged: false };
         let (from, to) = ((libc::IN_MOVED_FROM, 7, &a), (libc::IN_MOVED_TO, 7, &b));
-        assert_eq!(tried.told(&[from, to]), [renamed()]);
-        assert_eq!((tried.told(&[from]), tried.told(&[to])), (vec![], vec![renamed()]), "in two reads");
-        tried.changes.publish_event(tried.client, || Some(renamed()));
-        assert_eq!(tried.told(&[from, to]), []);
-        let came = tried.told(&[to]);
+        assert_eq!(harness.events(&[from, to]), [renamed()]);
+        assert_eq!((harness.events(&[from]), harness.events(&[to])), (vec![], vec![renamed()]), "in two reads");
+        harness.changes.publish_event(harness.client, || Some(renamed()));
+        assert_eq!(harness.events(&[from, to]), []);
+        let came = harness.events(&[to]);
         assert!(matches!(&came[..], [Event::Created { .. }]), "from elsewhere: {came:?}");
-        let went = tried.told(&[from, (libc::IN_CREATE, 0, &b)]);
+        let went = harness.events(&[from, (libc::IN_CREATE, 0, &b)]);
         assert!(matches!(&went[..], [Event::Removed { .. }, Event::Created { .. }]), "to elsewhere: {went:?}");
-        assert_eq!(tried.told(&[from]), []);
-        assert!(tried.history.is_waiting());
+        assert_eq!(harness.events(&[from]), []);
+        assert!(harness.history.is_waiting());
         let mut history = History::default();
-        tried.history.flush(&mut history);
-        assert!(matches!(&history.finish()[..], [Event::Removed { .. }]) && !tried.history.is_waiting());
+        harness.history.flush(&mut history);
+        assert!(matches!(&history.finish()[..], [Event::Removed { .. }]) && !harness.history.is_waiting());
     }
 }

@@ -7,7 +7,7 @@ use super::shape::{Compression, damaged};
 /// The maximum zstd window, larger than any cluster. Without it an image could make zstd allocate 128 MiB.
 const ZSTD_WINDOW_BITS_MAX: u32 = 22;
 
-/// Fills a cluster from its compressed bytes, which others may follow.
+/// Decompresses a cluster; other bytes may follow its compressed data.
 pub(super) fn decompress(kind: Compression, compressed: &[u8], cluster: &mut [u8]) -> io::Result<()> {
     let outcome = match kind {
         Compression::Deflate => flate2::read::DeflateDecoder::new(compressed).read_exact(cluster),

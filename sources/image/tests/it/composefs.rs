@@ -1,4 +1,4 @@
-//! Images of the layout composefs are, byte for byte, what mkcomposefs writes.
+//! Images of the layout composefs equal those of mkcomposefs, byte for byte.
 
 use crate::common;
 
@@ -11,7 +11,7 @@ use common::{Bench, bytes, fill};
 use ferry_image::{BuildOptions, Image, Layout, Store, build};
 use rustix::fs::{CWD, FileType, Mode, XattrFlags, lsetxattr, mknodat};
 
-/// Builds `name` of something, with a version of the layout.
+/// Builds the image `name` of a source, with a version of the layout.
 fn built(bench: &Bench, source: &Path, name: &str, version: Option<u32>) -> ferry_image::Result<Vec<u8>> {
     let options = BuildOptions { threads: 2, layout: Layout::Composefs { version }, ..BuildOptions::default() };
     let store = Store::create(&bench.store())?;
@@ -19,7 +19,7 @@ fn built(bench: &Bench, source: &Path, name: &str, version: Option<u32>) -> ferr
     Ok(fs::read(bench.path(name)).expect("it was built"))
 }
 
-/// Names of a folder's files, `xx/yyyy...` each.
+/// Returns the names `xx/yyyy...` of all objects in a folder.
 fn objects(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     let list = |folder: &Path| {
         let entries = fs::read_dir(folder).expect("folders can be listed");
@@ -36,7 +36,7 @@ fn objects(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     all
 }
 
-/// What only this layout treats in its own way.
+/// Adds files that this layout treats specially.
 fn fill_more(tree: &Path) {
     let nodes = [("whiteout", 0), ("dev", rustix::fs::makedev(1, 3))];
     fs::create_dir_all(tree.join("overlay/below")).expect("directories can be made");
@@ -78,7 +78,7 @@ fn a_directory_gives_the_image_and_the_objects_of_mkcomposefs() {
         assert!(ours == theirs.expect("mkcomposefs takes it"), "version {version:?}");
     }
     assert!(objects(&bench.store().join("objects")) == objects(&bench.path("theirs")));
-    // Nothing is left over.
+    // There are no other objects.
     let left = fs::read_dir(bench.store().join("objects")).expect("folders can be listed");
     assert!(left.flatten().all(|entry| entry.file_name().len() == 2));
 }
@@ -95,9 +95,9 @@ fn dumps_give_the_image_of_mkcomposefs() {
             let theirs = mkcomposefs(&bench, &dump, version, &["--from-file"]);
             match (ours, theirs) {
                 (Ok(ours), Ok(theirs)) => assert!(ours == theirs, "seed {seed}, version {version:?}"),
-                // Its sum of an inode's attributes goes below zero when whiteouts have overlayfs's attributes already.
+                // mkcomposefs's count of attributes underflows for whiteouts that already have overlayfs's attributes.
                 (Ok(_), Err(said)) if said.contains("Numerical result out of range") => {}
-                // The generator draws a name twice now and then.
+                // The generator sometimes produces duplicate names.
                 (Err(ours), Err(theirs))
                     if ours.to_string().contains("it is there already") && theirs.contains("Can't add child") =>
                 {
@@ -109,7 +109,7 @@ fn dumps_give_the_image_of_mkcomposefs() {
         }
         let ours = Image::open(&bench.path("ours"), None).expect("it is an image");
         assert_eq!(ferry_image::check(&ours).findings, Vec::<String>::new(), "seed {seed}");
-        // What both show of it, and what becomes of that.
+        // Compare the dumps of both, and the images of these dumps.
         let theirs = tool("composefs-info").arg("dump").arg(bench.path("ours")).output();
         let theirs = theirs.expect("it starts").stdout;
         let text = dump_of(&ours);
@@ -154,9 +154,9 @@ fn a_directory_of_70_000_names_gives_the_image_of_mkcomposefs() {
     assert_eq!((find(many, "a-name"), find(image.root(), "00")), (None, None));
 }
 
-/// What mkcomposefs refuses is refused too, and what it takes by mistake: it stops at bytes of zero, and at missing fields.
+/// Dumps that mkcomposefs refuses are refused, and some that it accepts by mistake: it stops at NUL bytes, and at missing fields.
 #[test]
-fn dump_files_that_mean_nothing_are_refused() {
+fn invalid_dump_files_are_refused() {
     let bench = Bench::new();
     let dump = bench.path("dump");
     let root = "/ 0 40755 2 0 0 0 1.0 - - -";
@@ -198,7 +198,7 @@ fn dump_files_that_mean_nothing_are_refused() {
         ("is not a time", lines("/a 0 100644 1 0 0 0 5.1000000000 - - -")),
         ("MTIME is missing", lines("/a 0 100644 1 0 0 0")),
         ("is not a time", lines("/a 0 100644 1 0 0 0 ")),
-        // mkcomposefs takes what was in memory for the digest.
+        // mkcomposefs reads uninitialized memory as the digest.
         ("64 hexadecimal digits", lines("/a 5 100644 1 0 0 0 1.0 a/b -")),
         ("but a size of 5", lines("/a 5 100644 1 0 0 0 1.0 a/b")),
         ("without =", format!("{root} user.a\n")),
@@ -216,7 +216,7 @@ fn dump_files_that_mean_nothing_are_refused() {
         let said = built(&bench, &dump, "ours", None).map(drop).expect_err(expected).to_string();
         assert!(said.contains(expected), "{said}\nbut expected: {expected}");
     }
-    // The largest of what is taken, as there.
+    // The maximum accepted values, as in mkcomposefs.
     let longest = [
         format!("{root} user.a={}\n", "a".repeat(32742)),
         lines(&format!("/a 5 100644 1 0 0 0 1.0 {} - {digest}", "p".repeat(4095))),
@@ -233,7 +233,7 @@ fn dump_files_that_mean_nothing_are_refused() {
     }
 }
 
-/// A dump, of which mkcomposefs and we make the same.
+/// Asserts that mkcomposefs and `build` make the same image of a dump.
 fn same(bench: &Bench, text: &str) {
     let dump = bench.path("dump");
     fs::write(&dump, text).expect("files can be made");
@@ -246,7 +246,7 @@ fn same(bench: &Bench, text: &str) {
     assert_eq!(String::from_utf8_lossy(&dump_of(&image)), String::from_utf8_lossy(&theirs), "{text}");
 }
 
-/// From 1016 chunks of 8 TiB on an index fits behind an inode only where that begins right, and of 1024 in no other place.
+/// An index of 1016 chunks of 8 TiB or more fits behind an inode only at certain offsets, one of 1024 chunks only at a single one.
 #[test]
 fn the_largest_files_are_where_mkcomposefs_has_them() {
     let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
@@ -268,7 +268,7 @@ fn the_largest_files_are_where_mkcomposefs_has_them() {
     }
 }
 
-/// Sizes and contents of what has none are passed over, and so is what is missing at the ends of lines.
+/// Sizes and contents of files without data are ignored, and so are missing fields at the end of lines.
 #[test]
 fn files_that_mkcomposefs_skips_are_skipped() {
     let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
@@ -284,7 +284,7 @@ fn files_that_mkcomposefs_skips_are_skipped() {
     same(&bench, &format!("{root}\n/a 77 120777 1 0 0 0 1.0 target - -\n"));
     for end in ["", " ", " -", " a/b", " - ", " - -", " - - ", " a/b - ", " - - -", " - - - "] {
         for line in [format!("/a 0 100644 1 0 0 0 1.0{end}"), format!("/a 5 20644 1 0 0 5 1.0{end}")] {
-            // mkcomposefs takes an empty content for one of no bytes.
+            // mkcomposefs treats an empty field as content of no bytes.
             if line.starts_with("/a 5") && !end.starts_with(" - -") && !end.starts_with(" a/b - ") {
                 continue;
             }
@@ -297,14 +297,14 @@ fn files_that_mkcomposefs_skips_are_skipped() {
     }
 }
 
-/// Bytes anywhere in an image may be anything.
+/// Any byte of an image may be damaged.
 #[test]
 fn damaged_images_are_errors_and_no_more() {
     let bench = Bench::new();
     for seed in 0..6 {
         fs::write(bench.path("dump"), random_dump(seed)).expect("files can be made");
         let whole = built(&bench, &bench.path("dump"), "image", None).expect("it can be built");
-        // Parts that are looked at often: the beginning, and every inode's neighbourhood.
+        // Frequently read parts: the beginning, and the surroundings of every inode.
         for step in 0..400 {
             let mut bytes = whole.clone();
             let at = (step * 7919 + step % 13) % bytes.len().min(60_000);
@@ -312,7 +312,7 @@ fn damaged_images_are_errors_and_no_more() {
             bytes[(at + 1) % whole.len()] = 0xff;
             let Ok(image) = Image::from_bytes(bytes) else { continue };
             ferry_image::check(&image);
-            // It may say anything; it ends.
+            // Any result is accepted, as long as it ends.
             let _ = ferry_image::dump(&image, &mut std::io::sink());
         }
         assert!(

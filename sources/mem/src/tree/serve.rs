@@ -57,7 +57,7 @@ impl<S: Store> FileSystem for Tree<S> {
 
     fn syncfs(&self, _: &Caller<'_>, _: Ino) -> Result<()> {
         if S::JOURNALED && !self.limits.read_only {
-            // Times of files that are open and written to are only noted.
+            // Times of open files that are being written are only recorded in memory.
             for node in self.table.select(|node| node.noted_write().is_some()) {
                 let _gate = self.gate();
                 self.sync_attr(&node, &mut node.write())?;

@@ -6,7 +6,7 @@ use common::{Share, both, name, new};
 use ferry_mem::Options;
 use ferry_vfs::*;
 
-/// Writes until there is no more room; returns how much went in.
+/// Writes until the file system is full; returns the number of written bytes.
 fn fill(share: &Share, open: (Ino, Handle)) -> u64 {
     let mut at = 0;
     loop {
@@ -36,7 +36,7 @@ fn a_full_file_system_is_an_error_and_recovers() {
         let stat = fs.statfs(cx, Ino::ROOT).unwrap();
         assert_eq!((stat.blocks, stat.bfree), (SIZE / 4096, 0));
         assert_eq!(share.attr(open.0).size, SIZE);
-        // What is there can be written again, and read.
+        // Existing data can be overwritten and read.
         assert_eq!(share.write(open, 4096, b"again"), Ok(5));
         assert_eq!(share.read(open, 4096, 6).unwrap(), b"again\x01");
         // Names do not count against the data limit.
@@ -45,7 +45,7 @@ fn a_full_file_system_is_an_error_and_recovers() {
         let append = common::range(empty.0, empty.1, 0, 1, OFlags::RDWR | OFlags::APPEND);
         assert_eq!(share.write_at(&append, b"x"), Err(Errno::NOSPC));
         assert_eq!(fs.fallocate(cx, empty.0, empty.1, 0, 9, FallocateFlags::empty()), Err(Errno::NOSPC));
-        // Half of it back: by a hole, by a shorter size, by unlink.
+        // Half of the space is freed: by a hole, by truncation, by unlink.
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         fs.fallocate(cx, open.0, open.1, 0, SIZE / 2, punch).unwrap();
         assert_eq!(fill(&share, empty), SIZE / 2);
@@ -62,7 +62,7 @@ fn a_full_file_system_is_an_error_and_recovers() {
     }
 }
 
-/// What is written later than its request would be beside the limit, if the file is made shorter meanwhile.
+/// A write after the end of its request would evade the limit if the file is truncated meanwhile.
 #[test]
 fn a_memfd_is_written_before_its_request_ends() {
     const SIZE: u64 = 1 << 20;
@@ -73,7 +73,7 @@ fn a_memfd_is_written_before_its_request_ends() {
     let written = fs.write(cx, &request, &mut &bytes[..]).unwrap();
     assert!(matches!(written, Data::Bytes(count) if count == bytes.len()));
     assert_eq!(fs.statfs(cx, Ino::ROOT).unwrap().bfree, SIZE / 2 / 4096);
-    // There is room for a part of it.
+    // A part of it fits.
     assert_eq!(share.write(open, SIZE / 4 * 3, &bytes), Ok(bytes.len()), "a hole takes nothing");
     assert_eq!(fs.statfs(cx, Ino::ROOT).unwrap().bfree, 0);
     assert_eq!(share.write(open, SIZE / 4, &bytes), Ok(bytes.len() / 2), "up to the hole");

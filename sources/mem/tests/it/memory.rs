@@ -17,12 +17,12 @@ use ferry_vfs::*;
 const PAGE: usize = 4096;
 const KEEP: FallocateFlags = FallocateFlags::KEEP_SIZE;
 const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(KEEP);
-/// More transfers than a file sees before it is mapped.
+/// More transfers than a file has before it is mapped.
 const TRANSFERS: usize = 20;
 
 type Open = (Ino, Handle);
 
-/// A share of so many pages, or `None` where this user may not mount a tmpfs.
+/// Creates a share with this number of pages; `None`: this user may not mount a tmpfs.
 fn share(pages: u64) -> Option<Share> {
     let share = Share::new(Options { size_bytes: Some(pages * PAGE as u64), ..Options::default() });
     if !share.fs.features().backing {
@@ -89,7 +89,7 @@ fn descriptor_and_memory_show_the_same_bytes() {
     assert_eq!(share.read(open, (100 << 20) - 2, 99).unwrap(), b"\0\0far");
     assert_eq!(share.write(open, 1 << 40, b"too far to be mapped"), Ok(20));
     assert_eq!(share.attr(open.0).size, (1 << 40) + 20);
-    assert_eq!(share.attr(open.0).blocks, (8 + 2) * 8, "reading a hole fills it with nothing");
+    assert_eq!(share.attr(open.0).blocks, (8 + 2) * 8, "reading a hole allocates nothing");
 }
 
 #[test]
@@ -122,7 +122,7 @@ fn a_full_file_system_is_an_error() {
         assert_eq!(share.read(open, 0, 8 * PAGE).unwrap(), [round; 8 * PAGE]);
     }
     assert_eq!(share.write(open, 8 * PAGE as u64, &[1; PAGE]), Err(Errno::NOSPC));
-    // A hole appears, and somebody else takes its room.
+    // A hole is punched, and another file takes its space.
     for (make_hole, zeros) in [
         (&(|| fallocate(&share, open, 2, 1, PUNCH).unwrap()) as &dyn Fn(), 2),
         (&|| (truncate(&share, open, 5 * PAGE), truncate(&share, open, 8 * PAGE)).0, 5),
@@ -169,7 +169,7 @@ fn times_move_as_if_the_kernel_had_seen_it() {
     for mtime in [20, FUTURE] {
         let set = share.fs.setattr(&share.cx, open.0, None, &past(10, mtime)).unwrap();
         assert_eq!((set.atime.sec, set.mtime.sec), (10, mtime));
-        // The first goes by the descriptor, the others do not.
+        // The first uses the descriptor, the others do not.
         (0..5).for_each(|_| assert_eq!(share.write(open, 0, b"x"), Ok(1)));
         let written = share.attr(open.0);
         assert!(written.mtime.sec > 20 && written.mtime.sec < FUTURE, "{written:?}");
@@ -177,7 +177,7 @@ fn times_move_as_if_the_kernel_had_seen_it() {
     }
     let mut last = share.attr(open.0);
     for round in 0..20 {
-        // Not seen by anybody in between: by memory.
+        // Without a read of the times in between, writes go through memory.
         share.write(open, 0, b"x").unwrap();
         std::thread::sleep(Duration::from_millis(12));
         share.write(open, 0, b"x").unwrap();
@@ -248,7 +248,7 @@ fn copies_survive_the_removal_of_pages() {
             });
         }
         while start.elapsed() < Duration::from_secs(3) {
-            // Also a new mapping now and then.
+            // Sometimes also a new mapping.
             let again = (open.0, share.fs.open(&share.cx, open.0, OFlags::RDWR).unwrap());
             share.release(again);
             std::thread::sleep(Duration::from_millis(1));
@@ -265,7 +265,7 @@ fn many_large_files_share_the_mapping_limit() {
         return;
     }
     let Some(share) = share(4096) else { return };
-    // Each wants 64 GiB; together more than all may.
+    // Each needs 64 GiB; together they exceed the limit.
     let opens: Vec<Open> = (0..40)
         .map(|index| {
             let open = mapped_or_not(&share, &format!("f{index}"));
@@ -287,21 +287,21 @@ fn mapped_or_not(share: &Share, name: &str) -> Open {
     open
 }
 
-/// Huge pages that files have, of all tmpfs of this machine.
+/// Returns the bytes of huge pages in all tmpfs of this machine.
 fn huge_bytes() -> u64 {
     let info = std::fs::read_to_string("/proc/meminfo").unwrap();
     let line = info.lines().find_map(|line| line.strip_prefix("ShmemHugePages:")).unwrap_or("0 kB");
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-/// How much the kernel would like to move of an open file at a time: of one that it may hold in huge pages, one of them, whether it
-/// had one to spare or not (`shmem_getattr`).
+/// Returns the preferred I/O size of an open file in bytes: the size of a huge page if the file may use huge pages, even if none is
+/// free (`shmem_getattr`).
 fn unit(share: &Share, open: Open) -> u64 {
     rustix::fs::fstat(&*extent(share, open, 0).file).unwrap().st_blksize.try_into().unwrap()
 }
 
-/// In huge pages, which the kernel splits, takes away beyond the end and cannot have where room is short, everything is as in
-/// small ones: by memory and by the descriptor, and nobody is killed.
+/// Huge pages behave as small ones, through memory and the descriptor, and without a signal. The kernel splits them, removes them
+/// beyond the end, and lacks them when memory is short.
 #[test]
 fn huge_pages_behave_as_small_ones() {
     const FILE: usize = (12 << 20) + 5000;
@@ -327,7 +327,7 @@ fn huge_pages_behave_as_small_ones() {
     let small = Share::new(Options { huge: false, ..options });
     let beside = small.create(Ino::ROOT, "f", 0o644);
     assert_eq!(small.write(beside, 0, &model), Ok(FILE));
-    assert_eq!(unit(&small, beside), PAGE as u64, "nobody has asked for huge pages");
+    assert_eq!(unit(&small, beside), PAGE as u64, "huge pages were not requested");
     small.release(beside);
     match huge_bytes().saturating_sub(before) {
         0 => eprintln!("this machine has no huge page to spare now"),
@@ -365,7 +365,7 @@ fn huge_pages_behave_as_small_ones() {
         }
     }
     assert_eq!(share.write(open, 0, &[2; PAGE]), Ok(PAGE));
-    // Until it is full, where huge pages do not fit any more.
+    // Until the share is full and huge pages do not fit any more.
     let other = share.create(Ino::ROOT, "other", 0o644);
     truncate(&share, other, 64 << 20);
     let filled = (0..).take_while(|page| share.write(other, page * PAGE as u64, &[2; PAGE]).is_ok()).count();

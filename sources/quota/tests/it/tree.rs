@@ -1,4 +1,4 @@
-//! A limited directory of this host, or a memory file system, and what it really holds.
+//! A limited directory of this host or memory file system, and its real usage.
 
 use std::collections::HashSet;
 use std::fs;
@@ -31,12 +31,12 @@ pub fn open(path: &Path, limits: Limits) -> Arc<Quota> {
 }
 
 impl Tree {
-    /// An empty directory that may hold so many bytes beside itself.
+    /// Creates an empty directory with a limit in bytes, not counting itself.
     pub fn new(bytes: u64, files: Option<u64>) -> Self {
         Self::in_folder(&std::env::temp_dir(), bytes, files)
     }
 
-    /// The same on the file system of a folder.
+    /// The same, on the file system of a folder.
     pub fn in_folder(folder: &Path, bytes: u64, files: Option<u64>) -> Self {
         let dir = tempfile::tempdir_in(folder).unwrap();
         let own = storage(&dir.path().metadata().unwrap());
@@ -77,14 +77,14 @@ impl Tree {
         self.quota.statfs(&self.cx, Ino::ROOT).unwrap()
     }
 
-    /// Asserts that the quota knows what the tree holds.
+    /// Asserts that the quota counts the real usage.
     #[track_caller]
     pub fn assert_exact(&self) {
         assert_eq!(self.quota.usage(), disk_usage(self.dir.path()));
     }
 }
 
-/// Whether files are in memory: tmpfs does not tell what is allocated, and has no aligned direct writes.
+/// Whether files are in memory: tmpfs does not report allocated ranges, and has no aligned direct writes.
 pub fn is_tmpfs(path: &Path) -> bool {
     rustix::fs::statfs(path).unwrap().f_type == 0x0102_1994
 }
@@ -97,7 +97,7 @@ fn storage(found: &fs::Metadata) -> u64 {
     found.blocks() * 512
 }
 
-/// What a tree holds, as `du` says.
+/// Returns the usage of a tree, as `du` reports it.
 pub fn disk_usage(path: &Path) -> Usage {
     let mut usage = Usage { bytes: 0, files: 0 };
     let (mut paths, mut seen) = (vec![path.to_owned()], HashSet::new());
