@@ -107,7 +107,7 @@ pub(crate) fn open_inode(root: &OwnedFd, ino: Ino, is_asked_for: bool) -> Result
     if fd < 0 {
         return Err(last_error());
     }
-    // SAFETY: the call has returned a new descriptor, which nobody else owns.
+    // SAFETY: the call has returned a new descriptor, which has no other owner.
     let opened = unsafe { OwnedFd::from_raw_fd(fd) };
     keep_name(&opened, if is_asked_for { AtFlags::STATX_FORCE_SYNC } else { AtFlags::empty() });
     Ok(opened)

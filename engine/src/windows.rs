@@ -1,15 +1,14 @@
 //! Files of this host that are mapped in DAX windows, and how truncation is coordinated with them.
 //!
-//! A process that touches a mapped page behind a file's end is sent SIGBUS, which few virtual machine monitors live through. So
-//! a source says before it makes a file shorter ([`Windows::shortening`]), every [`Window`] with pages behind the new end
-//! takes them away, and only then does the source go on. Until it is done nobody maps what is about to go ([`Claim::limit`]).
+//! A process that touches a mapped page past the end of a file gets SIGBUS, which few virtual machine monitors survive. So a source
+//! announces a truncation ([`Windows::shortening`]), every [`Window`] with pages past the new end unmaps them, and then the source
+//! truncates. Meanwhile that range cannot be mapped ([`Claim::limit`]).
 //!
-//! A store into a hole, or into blocks that other files share, finds no room on a full disk, and is a SIGBUS, too. So whoever
-//! punches holes leaves out what windows may store to ([`Windows::punch`]), and what is copied there gets blocks of its own
-//! ([`Windows::copied`]).
+//! A store into a hole, or into blocks that other files share, is a SIGBUS on a full disk, too. So holes are not punched where
+//! windows may store ([`Windows::punch`]), and ranges copied there get blocks of their own ([`Windows::copied`]).
 //!
-//! There is one table for the whole process ([`Windows::of_process`]), and files are known by what they are on the host:
-//! two sources may have the same one.
+//! There is one table for the whole process ([`Windows::of_process`]), and files are identified by device and inode
+//! number, because two sources may have the same one.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -91,7 +90,7 @@ struct Part {
 }
 
 impl Part {
-    /// Whether it is in the way of somebody who makes the file shorter.
+    /// Whether it is mapped past the new end of a file that another session truncates.
     fn is_behind(&self, by: SessionId, end: u64) -> bool {
         let first_gone = end.checked_next_multiple_of(PAGE_BYTES).unwrap_or(u64::MAX);
         self.by != by && self.end > first_gone
@@ -171,7 +170,7 @@ impl Windows {
         Claim { shared: Arc::clone(&self.0), file, by, number, end, limit }
     }
 
-    /// Where a file is about to end; `u64::MAX` if nobody is making it shorter.
+    /// The new end of a file during a truncation, otherwise `u64::MAX`.
     pub fn limit(&self, file: FileId) -> u64 {
         lock(&self.0.table).files.get(&file).map_or(u64::MAX, File::limit)
     }
@@ -268,7 +267,7 @@ impl Windows {
         end: u64,
         within: Duration,
     ) -> Shortening {
-        // A guest sees its window long after whoever found none here is done.
+        // A window that is created now is visible to its guest only long after this call.
         if !self.0.has_windows.load(Ordering::SeqCst) {
             return Shortening(None);
         }
@@ -297,7 +296,7 @@ impl Windows {
             let left = until.saturating_duration_since(Instant::now());
             if done.recv_timeout(left) == Err(RecvTimeoutError::Timeout) && !member.late.swap(true, Ordering::SeqCst) {
                 member.window.late();
-                // So that it learns that it was late, also if it is done by now; nobody waits for this.
+                // Informs it that it was late, even if it is done by now. Nothing waits for this request.
                 member.window.shorten(file, end, CompletionSignal { _waits: sync_channel(0).0 });
             }
         }
@@ -363,7 +362,7 @@ impl Drop for Claim {
     }
 }
 
-/// A file is being made shorter; until this is dropped nobody maps what goes.
+/// A truncation in progress. Until this is dropped, the range past the new end cannot be mapped.
 #[derive(Debug)]
 #[must_use]
 pub struct Shortening(Option<(Arc<Shared>, FileId, u64)>);

@@ -196,7 +196,7 @@ fn guard(args: &[OsString]) -> Result<()> {
 /// Whether a process with this thread still has threads that may have files open.
 fn is_ending(keeper: &Path) -> bool {
     let Some(tasks) = keeper.parent() else { return false };
-    // A process that nobody has waited for yet is its first thread, which has ended.
+    // A zombie has only its first thread, which has ended.
     let has_ended = |stat: &[u8]| {
         let after_name = stat.rsplit(|byte| *byte == b')').next().unwrap_or_default();
         matches!(after_name.trim_ascii_start().first(), None | Some(b'Z' | b'X'))

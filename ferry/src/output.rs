@@ -19,7 +19,7 @@ pub fn print_json(line: &Value) -> Result<()> {
     writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output")
 }
 
-/// Tells the user something on standard error. Who serves goes on, also if nobody can read it.
+/// Prints a message on standard error. A failed write is ignored, so that a server continues.
 pub fn say(text: impl Display) {
     let _ = writeln!(std::io::stderr(), "ferry: {text}");
 }

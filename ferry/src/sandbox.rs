@@ -60,7 +60,7 @@ pub fn set_public_pid() {
     let _ = PUBLIC_PID.set(std::process::id());
 }
 
-/// Drops what a process does not need that only waits and removes the files of sockets, whoever owns their folders.
+/// Drops all rights except those to wait and to remove socket files from folders of any owner.
 pub fn confine_supervisor(sandbox_flags: &SandboxFlags) -> Result<()> {
     Capabilities::ALL_USERS.limit(Capabilities::NONE)?;
     ferry_isolation::no_new_privileges()?;

@@ -54,7 +54,7 @@ pub fn ready() {
     tell("READY=1");
 }
 
-/// Tells the service manager that this server ends, whoever wanted it to.
+/// Notifies the service manager that this server is stopping, for whatever reason.
 pub fn stopping() {
     tell("STOPPING=1");
 }

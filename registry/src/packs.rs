@@ -44,7 +44,7 @@ enum Known {
 pub struct Packs {
     remote: Arc<Remote>,
     known: Mutex<Option<Known>>,
-    /// Indexes that were fetched before somebody asked for them, until then.
+    /// Prefetched indexes, until they are used.
     indexes: Mutex<HashMap<Digest, Vec<u8>>>,
 }
 
@@ -99,7 +99,7 @@ impl Packs {
         self.remote.latency()
     }
 
-    /// Fetches the indexes that a store lacks, which somebody will ask for soon. What fails is tried again then.
+    /// Prefetches the indexes that a store lacks. Failures are ignored, and retried on demand.
     pub(crate) fn fetch_indexes(&self, store: &Path) {
         let (Ok(Known::Packs(packs)), Ok(store)) = (self.known(), Store::open(store)) else { return };
         for (pack, index) in packs.iter().filter_map(|(pack, blobs)| Some((pack, blobs.index?))).take(INDEXES_MAX) {

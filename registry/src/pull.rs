@@ -170,7 +170,7 @@ pub(crate) fn open_metadata(
 }
 
 /// Returns the converted image with a digest that is stored beside a container image ([`crate::convert`]). Without a
-/// digest nothing would prove that it is the same image: everybody who may write to the repository can add one.
+/// digest nothing would prove that it is the same image: all users with write access to the repository can add one.
 fn of_digest(remote: &Remote, container: &Container, digest: Option<Digest>) -> Result<Option<(Manifest, Sha256)>> {
     let Some(digest) = digest else { return Ok(None) };
     let found = remote.converted(container.manifest)?;

@@ -52,7 +52,7 @@ pub struct Remote {
     mirrors: Vec<Mirror>,
     /// Manifests by their digests.
     known: Mutex<HashMap<Sha256, Vec<u8>>>,
-    /// Blobs that were fetched before somebody asked for them, until then.
+    /// Prefetched blobs, until they are used.
     ahead: Mutex<HashMap<Sha256, Vec<u8>>>,
 }
 
@@ -432,7 +432,7 @@ impl Remote {
         Ok(bytes)
     }
 
-    /// Fetches a blob that somebody will ask for soon. What fails is tried again then.
+    /// Prefetches a blob. A failure is ignored, and retried on demand.
     fn fetch_ahead(&self, blob: Blob) {
         match self.read_all(blob, FIRST_BYTES_MAX) {
             Ok(bytes) => drop(self.ahead.lock().unwrap_or_else(PoisonError::into_inner).insert(blob.sha256, bytes)),

@@ -56,7 +56,7 @@ pub trait Mappings: Send + Sync {
     /// Writes back all files.
     ///
     /// # Errors
-    /// Those of writing to a file; the other files are written back all the same.
+    /// A file cannot be written; the others are written back nevertheless.
     fn writeback_all(&self) -> Result<()>;
 
     /// Takes over the mappings of the previous server for a restored session. Must be the first call.

@@ -270,8 +270,8 @@ pub fn log() {
     });
 }
 
-/// Copies a program so that it can be started: by another process, for whoever forks while one of this process's threads writes to it
-/// has the program open for writing, and then nobody can (`ETXTBSY`).
+/// Copies a program by another process. If a thread of this process wrote it, a concurrent fork would hold it open for writing, and it
+/// could not be executed (`ETXTBSY`).
 pub fn copy_program(from: &Path, to: &Path) {
     let status = std::process::Command::new("cp").arg("--").args([from, to]).status().unwrap();
     assert!(status.success(), "{}", from.display());

@@ -22,7 +22,7 @@ pub const SOON: Duration = Duration::from_secs(60);
 pub const TICK: Duration = Duration::from_millis(10);
 /// Threads that connect to servers, and those that they alone start.
 const CONNECTORS: [&str; 4] = ["9p-keeper", "9p-reader", "9p-sender", "9p-lock"];
-/// One that whoever first lost something with a connection starts: one of those, or one that serves a guest.
+/// A thread that is started by the first thread that loses a connection: one of those above, or one that serves a guest.
 const ANYBODYS: &str = "9p-again";
 
 /// Whether this is root, which is required to change the user and to set up root's sandbox.

@@ -6,10 +6,10 @@
 //! goes on at once where it was, and the thread takes the next request when the client waits again, without having
 //! slept. That is the synchronous hand-off on one CPU that ZUFS put into the kernel.
 //!
-//! Such a thread also gives way to everybody else, and a file system must not starve. So the monitor watches how long
-//! the threads wait for their CPU, has those that wait for long compete as everybody does for a while, and those that
-//! rest, too. Threads inherit the class, and a ring has the kernel start some for transfers that wait: a worker competes
-//! before it leaves one to its ring, and for as long as there are any.
+//! Such a thread also yields to all other processes, and a file system must not starve. So the monitor measures how long threads wait
+//! for their CPU, and gives those that wait long, or rest, the normal class for a while. Threads inherit the class, and the kernel
+//! starts threads for a ring's transfers that wait: a worker takes the normal class before it submits one, and keeps it while there
+//! are any.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

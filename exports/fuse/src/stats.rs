@@ -34,7 +34,7 @@ pub(crate) struct Counters {
     pub(crate) message_bytes: Counter,
 }
 
-/// A number that one thread at a time increases and everybody may read.
+/// A counter that one thread at a time increases and all threads read.
 #[derive(Debug, Default)]
 pub(crate) struct Counter(AtomicU64);
 

@@ -97,7 +97,7 @@ impl Client {
         self.endpoint.owner
     }
 
-    /// Returns its report of what it serves, and to whom.
+    /// Returns its report.
     pub fn report(&self) -> Result<ServerReport> {
         let request = Request::Report { version: REPORT_VERSION };
         let reply = self.ask(&request).with_context(|| format!("process {} does not report", self.endpoint.pid));
@@ -106,7 +106,7 @@ impl Client {
         Ok(ServerReport { pid: self.endpoint.pid, ..report })
     }
 
-    /// Returns its report. Asks again if the connection is cut: then the server is ending, and soon nobody listens.
+    /// Returns its report. Retries if the connection is closed: then the server is ending, and will soon refuse connections.
     fn report_unless_ended(&self) -> Result<ServerReport> {
         let end = Instant::now() + PATIENCE;
         loop {

@@ -332,7 +332,7 @@ impl Supervisor {
         if let Step::End(reply) = std::mem::replace(&mut change.step, Step::Start) {
             change.step = Step::Restore(reply);
         }
-        // Each by itself: what cannot be started again does not keep the others from it.
+        // Each separately, so that a failure does not prevent the others.
         for unit in before {
             let name = unit.shown();
             let socket = unit.disk().map_or(Ok(None), |disk| disk::bind(disk, None));

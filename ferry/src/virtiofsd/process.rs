@@ -125,7 +125,7 @@ fn write_pid(path: &Path) -> std::io::Result<File> {
 mod tests {
     use super::*;
 
-    /// The file's place is known beforehand: somebody may have put there what is to be overwritten.
+    /// The path is predictable, so another user may have created a file there.
     #[test]
     fn a_pid_file_belongs_to_one_process() {
         use std::os::unix::fs::{PermissionsExt, symlink};

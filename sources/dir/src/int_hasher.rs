@@ -1,4 +1,4 @@
-//! A hash function for numbers that nobody chooses to collide.
+//! A hash function for numbers that attackers do not choose.
 
 use std::hash::{BuildHasherDefault, Hasher};
 

@@ -341,8 +341,8 @@ impl Table {
         };
         let (root, _) = table.insert(root);
         debug_assert_eq!(root.ino, Ino::ROOT);
-        // A client of an earlier process may know numbers of inodes that nobody finds here any more. They are not given to others, so each
-        // process counts somewhere else.
+        // A client of an earlier process may know numbers of inodes that no longer exist. They must not name other inodes, so each process
+        // starts at a random number.
         table.next.store(FIRST_COUNTED + RandomState::new().hash_one(()) % COUNTED_RANGE, Ordering::Relaxed);
         (table, root)
     }

@@ -338,7 +338,7 @@ impl Shared {
         }
     }
 
-    /// Releases a lock that the server has granted and nobody wants, but for what its owner has of it: that becomes what it was.
+    /// Releases a granted lock that is no longer wanted. Ranges that its owner held before get their previous type again.
     fn give_back(&self, inode: &Inode, granted: &Lock) -> Result<()> {
         let held = lock(&inode.locks).within(granted);
         for part in parts_of(granted, &held) {

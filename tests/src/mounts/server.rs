@@ -180,8 +180,8 @@ impl Drop for NinePServer {
     }
 }
 
-/// An address of this host that no other process uses. (A free port of 127.0.0.1 may be taken at any time: a process that
-/// connects to it before somebody listens may be given it, and reach itself.)
+/// An address of this host that no other process uses. A free port of 127.0.0.1 can be assigned at any time: a process that connects
+/// to it before a server listens may get the port itself, and connect to itself.
 fn own_address() -> SocketAddr {
     static COUNT: AtomicU8 = AtomicU8::new(1);
     let [.., high, middle, low] = std::process::id().to_be_bytes();
@@ -216,7 +216,7 @@ pub fn go_program(name: &str, package: &str) -> Option<PathBuf> {
         ferry_skip::skip!("no Go here: apt-get install golang-go");
         return None;
     }
-    // Go knows by itself whether there is something to do.
+    // Go detects whether it must rebuild.
     let output =
         Command::new("go").args(["build", "-o"]).arg(&built).arg(package).current_dir(source).output().unwrap();
     if !output.status.success() {

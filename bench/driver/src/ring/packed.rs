@@ -141,7 +141,7 @@ impl PackedRing {
     }
 
     fn is_used(&self, place: Place) -> bool {
-        // Acquire: whoever sees the flags sees the rest of the descriptor and what the device wrote.
+        // Acquire: a thread that sees the flags sees the rest of the descriptor and what the device wrote.
         let flags = self.ring.load_u16(place.flags_at(), Ordering::Acquire);
         flags & (AVAILABLE | USED) == if place.wrap { AVAILABLE | USED } else { 0 }
     }

@@ -125,7 +125,7 @@ impl SplitRing {
     /// The next used entry, if there is one.
     #[inline]
     pub fn pop(&mut self) -> Option<Used> {
-        // Acquire: whoever sees the index sees the entry and what the device wrote.
+        // Acquire: a thread that sees the index sees the entry and what the device wrote.
         if !self.has_used() {
             return None;
         }

@@ -196,7 +196,7 @@ impl Shared {
         let mut notify_queue = lock(&self.notify_queue);
         let taken = take()?;
         if let Some(Step { number, job, waits_for }) = notify_queue.current.take() {
-            // Names go all the same.
+            // Names are dropped nevertheless.
             if let Job::Removed(dir, name, ino) = job
                 && waits_for == Some(ino)
             {

@@ -39,8 +39,8 @@ pub(super) fn kick(device: BorrowedFd<'_>, file: u64, number: u64) -> Result<(),
     send(device, &[IoSlice::new(header.as_bytes()), IoSlice::new(retrieve.as_bytes())])
 }
 
-/// For mounts of which the kernel knows no regular file: asks for the attributes of the root, as anybody might, so many
-/// times and from the queue's CPU. Another thread does, for the request comes to the one that calls.
+/// For mounts without a regular file that the kernel knows: requests the attributes of the root this many times, on the queue's CPU.
+/// A separate thread does that, because the calling thread serves the request.
 ///
 /// That thread may find no free entry either, and then waits behind the others. So every registration kicks, because
 /// new callers may have taken the previous entries.

@@ -370,7 +370,7 @@ mod tests {
     #[test]
     fn bytes_past_the_end_belong_to_the_file() {
         let sides = sides(true, b"abc");
-        // Stored behind the end, where somebody appends then.
+        // Bytes are stored past the end, and then another process appends there.
         sides.copy.write_all_at(b"XXXX", 3).unwrap();
         sides.check(b"abc", b"abcXXXX");
         sides.file.write_all_at(b"de", 4096 + 3).unwrap();

@@ -1,7 +1,7 @@
-//! What fanotify's events say happened, in its order, for clients whose programs watch files.
+//! Converts fanotify's events to events for clients, in order.
 //!
-//! The kernel merges events of one name and inode that nobody has read yet. Their parts are then in the order in which
-//! programs mostly do them: create, change, write, close, remove.
+//! The kernel merges unread events of one name and inode. Their parts are reported in the usual order of programs: create, change,
+//! write, close, remove.
 
 use std::time::{Duration, Instant};
 

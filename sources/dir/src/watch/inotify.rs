@@ -151,7 +151,7 @@ pub(crate) struct Directories {
     wake_fd: Arc<WakeFd>,
     /// It was logged that some directories cannot be watched.
     has_warned: AtomicBool,
-    /// What happened, if somebody is told of that.
+    /// The events for listeners, if there are any.
     history: OnceLock<Mutex<DirectoryHistory>>,
     /// What this process does meanwhile.
     operations: Operations,

@@ -108,7 +108,7 @@ fn unpack(
     }
 }
 
-/// Gives back the memory of a piece that nobody else uses.
+/// Reuses the memory of a piece that has no other users.
 fn release(piece: Arc<Vec<u8>>, free: &SyncSender<Vec<u8>>) {
     if let Some(piece) = Arc::into_inner(piece)
         && let Err(TrySendError::Full(piece)) = free.try_send(piece)

@@ -1,8 +1,8 @@
-//! The digest of a tree: of what it holds, and of nothing else.
+//! The digest of a tree's content.
 //!
 //! An image of the layout flat names packs and places in them, so its own digest depends on what the store held when it was built. The
 //! digest of the tree does not, nor on threads, the order of data, or fs-verity. The image holds it ([`crate::format::erofs::TREE_OFFSET`]) for
-//! those who show it; whoever asks for a tree has it proved from the metadata and the indexes of packs.
+//! display; with `tree:` it is proved from the metadata and the indexes of packs.
 //!
 //! ```text
 //! digest   BLAKE3 (derive_key "ferry 2026-11 tree digest 1") of the root's record and what follows it

@@ -19,7 +19,7 @@ use crate::store::object_error::ObjectError;
 
 /// After readers have waited so long in total, what is fetched ahead of them is worth the requests.
 const WAITED_MAX: Duration = Duration::from_millis(50);
-/// When no reader has waited for so long, nobody is disturbed.
+/// If no reader has waited for this time, background requests disturb no reader.
 const QUIET: Duration = Duration::from_secs(1);
 
 /// Receives the progress of [`Objects::fetch_all`]: available bytes, and total.
@@ -64,8 +64,8 @@ impl Objects {
         }
     }
 
-    /// Returns whether [`Self::fetch_all`] should begin if the server is near: then readers get what they ask for sooner while nobody
-    /// fetches more.
+    /// Returns whether [`Self::fetch_all`] should begin if the server is near: readers are served faster while there are no background
+    /// requests.
     pub fn should_fetch_all(&self) -> bool {
         let absent = self.packs.iter().find_map(|pack| pack.absent.as_ref());
         absent.is_none_or(|absent| {

@@ -36,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct FetchLocks(Option<File>);
 
-/// A locked range, or one that nobody can lock.
+/// A locked range, or one without locks.
 #[derive(Debug)]
 pub(crate) struct FetchLock<'a> {
     file: Option<&'a File>,
@@ -64,7 +64,7 @@ fn request(kind: libc::c_int, (from, bytes): (i64, i64)) -> libc::flock {
 }
 
 impl FetchLocks {
-    /// Opens the locks of a store. Without the file, nobody waits.
+    /// Opens the locks of a store. Without the file there is no waiting.
     pub(crate) fn of(store: &Path) -> Self {
         let mut options = File::options();
         let file = layout::lockable(options.read(true).write(true).create(true).truncate(false), &store.join(FILE));

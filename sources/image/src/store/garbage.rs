@@ -22,7 +22,7 @@ use crate::store::object_list::{self, StoredFile};
 use crate::store::packs;
 use crate::store::usage::{ObjectLocation, object_locations};
 
-/// A store into which nobody builds while this exists: builds wait.
+/// An exclusively locked store: builds wait until this is dropped.
 #[derive(Debug)]
 pub struct ExclusiveStore {
     folder: PathBuf,
@@ -90,7 +90,7 @@ pub struct Objects {
 }
 
 impl ExclusiveStore {
-    /// Waits until nobody builds into an existing store; calls `waiting` if it is busy.
+    /// Waits until no process builds into an existing store; calls `waiting` if it is busy.
     ///
     /// # Errors
     ///

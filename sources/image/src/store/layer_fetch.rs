@@ -156,7 +156,7 @@ impl Streams<'_, '_, '_> {
             if is_in {
                 self.unpack(next, now)?;
             }
-            // Now, so that whoever sent it learns of what is refused.
+            // Now, so that a refusal is attributed to the right server.
             if self.stream.as_ref().is_some_and(|(span, _)| self.at >= span.to) {
                 self.end_stream()?;
             }

@@ -26,22 +26,21 @@ pub(crate) fn lock_path(folder: &Path) -> PathBuf {
     folder.join("lock")
 }
 
-/// Opens a file that processes lock. If it is made, only those can open it who can write to its folder: a lock of somebody else would
-/// hold up everybody.
+/// Opens or creates a lock file. Only users with write permission for its folder may open it, because a lock of another user would
+/// block all processes.
 pub(crate) fn lockable(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let writers = fs::metadata(path.parent().unwrap_or(Path::new(".")))?.mode() & 0o022;
     let mode = 0o600 | writers | writers << 1;
     let file = open_plain(options.mode(mode), path)?;
     let found = file.metadata()?;
-    // One of an earlier version; or without a permission that the umask has taken. Who owns the store may have put a name of another file
-    // there, which is not to be changed.
+    // The file is of an earlier version, or the umask has removed a permission. A hard link to another file is not changed.
     if found.mode() & 0o777 != mode && found.nlink() == 1 && found.uid() == rustix::process::geteuid().as_raw() {
         let _ = file.set_permissions(fs::Permissions::from_mode(mode));
     }
     Ok(file)
 }
 
-/// Opens a regular file of a store, whoever else can write there. No link is followed, and nothing else has an effect.
+/// Opens a regular file of a store to which other users may write: no link is followed, and a FIFO or device has no effect.
 pub(crate) fn open_plain(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let file = options.custom_flags(UNTRUSTED_OPEN_FLAGS.bits().cast_signed()).open(path)?;
     match file.metadata()?.is_file() {

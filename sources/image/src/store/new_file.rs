@@ -27,7 +27,7 @@ impl NewFile {
         Ok(Self { file, path })
     }
 
-    /// Makes it durable under its name, readable by everybody, and replaces an earlier file.
+    /// Makes it durable under its name, readable by all users, and replaces an earlier file.
     pub(crate) fn keep(self, name: &Path) -> Result<()> {
         use std::os::unix::fs::PermissionsExt;
         self.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &*self.path)?;

@@ -76,7 +76,7 @@ impl Store {
     pub fn open(folder: &Path) -> Result<Self> {
         let path = lock_path(folder);
         is_store(folder)?;
-        // A read-only store is usable; one without a lock file never was writable, so nobody removes its packs.
+        // A read-only store is usable; one without a lock file never was writable, so its packs are not removed.
         let made = layout::lockable(File::options().create(true).append(true), &path);
         let is_read_only = |error: &io::Error| {
             matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem)

@@ -320,7 +320,7 @@ fn look(file: &File, object: &Object) -> Option<ChunkState> {
     look_at_object(file, object.begin(), object, &mut Vec::new()).ok()
 }
 
-/// How long a concurrent repair of a pack is waited for: everybody can lock its record of damage.
+/// The maximum wait for a concurrent repair of a pack: every process can lock its record of damage.
 const REPAIR_TIME: Duration = Duration::from_secs(60);
 const REPAIR_TICK: Duration = Duration::from_millis(20);
 

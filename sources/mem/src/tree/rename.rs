@@ -9,7 +9,7 @@
 //! 4. Everything else, by number.
 //!
 //! Without `renames` a thread locks a directory, and then inodes in it of which at most one is a directory. So only one thread at a time
-//! locks directories in another order than from parent to child, and nobody waits in a circle. The locks of the shards of the tables come
+//! locks directories in another order than from parent to child, and there is no cycle of waits. The locks of the shards of the tables come
 //! after all of these, and only the store takes locks inside them.
 
 use std::sync::atomic::Ordering;

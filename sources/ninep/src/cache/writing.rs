@@ -108,7 +108,7 @@ impl CachedFile {
 
     /// Writes everything, waits until it is written, and returns errors of earlier writes that `fsync` has not reported
     /// to this handle: what `close` does. They are still reported by the next `fsync`, because this `close` may be that
-    /// of a child process, whose copy of the descriptor nobody asks.
+    /// of a child process, which ignores the error.
     ///
     /// # Errors
     ///

@@ -91,7 +91,7 @@ fn chowned(dir: &Path) {
     }
 }
 
-/// As whom nobody runs a program that says so.
+/// Runs a program as `nobody`; returns the effective user id that it prints.
 fn euid(program: &Path) -> u32 {
     let output = as_nobody(|| Command::new(program).args(["--role", "euid"]).output().unwrap());
     let said = String::from_utf8(output.stdout).unwrap();

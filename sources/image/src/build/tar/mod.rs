@@ -90,8 +90,8 @@ pub(crate) fn read_layer<W: ContentWriter>(
     read_with(Members::of(input, source, Globals::Ignore), source, (Some(rules.whiteouts), Some(rules)), writer)
 }
 
-/// The maximum size of all files of an archive in bytes, where nobody has said another: a small archive can describe large files with
-/// holes, which are hashed and listed as others are.
+/// The default maximum size of all files of an archive in bytes: a small archive can describe large files with holes, which take as
+/// much time to hash as others.
 const FILE_BYTES_MAX: u64 = 1 << 40;
 
 /// The size of the files of an archive, or of several, so far.

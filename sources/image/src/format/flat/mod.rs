@@ -67,7 +67,7 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
 }
 
 /// Returns the metadata of a tree whose files are in the packs of layers, with the digest of the container's manifest.
-/// There is no digest of the tree, because nobody has read the files.
+/// There is no digest of the tree, because the files were not read.
 ///
 /// # Errors
 ///
