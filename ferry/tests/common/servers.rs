@@ -55,7 +55,7 @@ impl Program {
         };
         let said = Arc::new(Mutex::new(String::new()));
         let more = Arc::clone(&said);
-        // A server whose words nobody reads stops one day.
+        // A server blocks if its output is not read.
         thread::spawn(move || lines.map_while(Result::ok).for_each(|line| *more.lock().unwrap() += &(line + "\n")));
         Self { child, address, said }
     }
@@ -77,7 +77,7 @@ impl Drop for Program {
     }
 }
 
-/// Debian's docker-registry with its data in a folder; with `user` it lets nobody else in.
+/// Debian's docker-registry with its data in a folder; with `user` it admits only that user.
 pub fn registry(folder: &Path, user: bool) -> Option<Program> {
     registry_at(folder, "127.0.0.1", user, None)
 }

@@ -1,4 +1,4 @@
-//! What comes from others (a 9P server, the author of an image) gives nobody on this host other rights, unless whoever mounts says so.
+//! Files of others (a 9P server, the author of an image) grant no privileges on this host, unless the mount's flags allow it.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use crate::common;
@@ -10,10 +10,10 @@ use std::process::{Command, Output};
 
 use common::{Server, ferry, needs_fuse, run};
 
-/// A user that nobody is.
+/// An unused user id.
 const STRANGER: &str = "64321";
 
-/// A tree with a program that says who runs it, as root for everybody, and a device node for everybody.
+/// A tree with a set-user-id program of root that prints its user, and a device node, both accessible to all users.
 fn tree(folder: &Path) {
     fs::create_dir(folder).unwrap();
     fs::set_permissions(folder, Permissions::from_mode(0o755)).unwrap();

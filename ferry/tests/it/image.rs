@@ -417,7 +417,7 @@ fn the_kernel_mounts_an_image() {
     assert!(outcome.unwrap() == large());
 }
 
-/// What a user does, in a mount namespace of its own, where everybody may open the device: in containers that is not so.
+/// Runs a user's command in a separate mount namespace where all users may open the device, unlike in containers.
 const AS_USER: &str = r#"
 mkdir dev && mount -t tmpfs none dev && mknod dev/fuse c 10 229 && chmod 666 dev/fuse && mount --bind dev/fuse /dev/fuse
 trap 'umount -l mnt 2>/dev/null || true' EXIT

@@ -67,7 +67,7 @@ fn the_log_level_follows_the_remaining_followers() {
     assert_eq!(server.status(), Some(0));
 }
 
-/// However many follow, somebody who only asks finds a place.
+/// A client without a subscription always gets in, however many follow.
 #[test]
 fn followers_leave_places_for_questions() {
     const FOLLOWERS: usize = 12;

@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use common::{Server, ferry, needs_fuse, run};
 use rustix::process::Signal;
 
-/// A user that nobody is.
+/// An unused user id.
 const STRANGER: u32 = 64_321;
 
 #[test]

@@ -423,7 +423,7 @@ fn status_omits_unmounted_mounts() {
     assert_eq!(server.status(), Some(0));
 }
 
-/// A server on the terminal of whoever follows it would show each line twice.
+/// A server on its follower's terminal would show each line twice.
 #[test]
 fn followed_lines_are_not_in_the_servers_log() {
     needs_fuse!();
@@ -627,7 +627,7 @@ fn the_control_socket_bears_anything() {
     assert_eq!(log_of(&pid, &[])["log"], "info");
     drop(idle);
     drop(server);
-    // Killed, it leaves its socket; nobody is misled by it.
+    // A killed server leaves its socket, which is ignored.
     let text = refused(1, ferry().args(["log", &pid]));
     assert!(text.contains(&format!("process {pid}")), "{text}");
     // Another server that starts may have done it.

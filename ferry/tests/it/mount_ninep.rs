@@ -153,7 +153,7 @@ fn a_mount_of_a_server_with_events_sees_host_changes() {
     until("the new listing", || names() == ["file", "moved"]);
     fs::set_permissions(there("file"), fs::Permissions::from_mode(0o640)).unwrap();
     until("the new mode", || fs::metadata(here("file")).unwrap().mode() & 0o777 == 0o640);
-    // What nobody tells of: the server is away.
+    // A change without an event: the server is down.
     drop(server);
     fs::write(there("file"), "meanwhile").unwrap();
     fs::remove_file(there("moved")).unwrap();

@@ -106,7 +106,7 @@ fn several_mounts_in_each_others_sources_do_not_contain_themselves() {
     assert_eq!(server.status(), Some(0));
 }
 
-/// A place where nobody in particular may mount, with a program that they can start; `None` where that is not possible.
+/// A place where an unprivileged user may mount, with an executable copy of the program; `None`: not possible here.
 fn of_nobody() -> Option<(Place, PathBuf)> {
     let is_there = |name: &str| Path::new("/usr/bin").join(name).exists();
     if !is_there("fusermount3") || !is_there("setpriv") {
@@ -119,7 +119,7 @@ fn of_nobody() -> Option<(Place, PathBuf)> {
         chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
     }
     let program = place.at("ferry");
-    // By another process: what one of our threads has open for writing, nobody can start.
+    // By another process, because a file that a thread here has open for writing cannot be executed.
     assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_ferry")).arg(&program).status().unwrap().success());
     Some((place, program))
 }
@@ -131,7 +131,7 @@ fn as_nobody(program: &Path) -> Command {
     command
 }
 
-/// What a user does, in a mount namespace of its own, where everybody may open the device: in containers that is not so.
+/// Runs a user's command in a separate mount namespace where all users may open the device, unlike in containers.
 const AS_USER: &str = r#"
 mkdir dev && mount -t tmpfs none dev && mknod dev/fuse c 10 229 && chmod 666 dev/fuse && mount --bind dev/fuse /dev/fuse
 trap 'umount -l mnt 2>/dev/null || true' EXIT
@@ -258,7 +258,7 @@ fn a_dead_mount_is_not_taken_for_a_source() {
     let pid = place.mounted(&[]);
     kill_process(pid, Signal::KILL).unwrap();
     until("its death", || !runs(pid));
-    // Nor for a file of a directory around it, which somebody else serves.
+    // Nor for a file of a parent directory that another server shares.
     let outer = Place::new();
     let mut command = ferry();
     command.arg("mount").arg(place.mnt.parent().unwrap()).arg(&outer.mnt).arg("--foreground");

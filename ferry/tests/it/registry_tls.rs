@@ -1,4 +1,4 @@
-//! Registries by HTTPS: whom we believe, and what is said of others.
+//! Registries over HTTPS: trusted certificates, and errors for others.
 #![cfg(feature = "registry")]
 use crate::certificates;
 use crate::common;
@@ -33,7 +33,7 @@ fn registries_are_believed_by_their_certificates() {
     text(&mut go("pull", "localhost", "ours.pem"));
     assert_eq!(std::fs::read(place.at("copy")).unwrap(), std::fs::read(place.at("image")).unwrap());
 
-    // Somebody whom nobody here knows. It is said once: the certificate will not get better.
+    // An untrusted certificate is reported once, without retries.
     let said = refused(1, &mut go("pull", "127.0.0.1", "others.pem"));
     assert!(said.contains("UnknownIssuer") && said.contains("set SSL_CERT_FILE to a PEM file"), "{said}");
     let output = run(&mut go("push", "127.0.0.1", "others.pem"));

@@ -94,7 +94,7 @@ fn packs_for_verity_go_to_an_s3_store_and_back() {
     there_and_back(Kind::S3);
 }
 
-/// What fills blocks is known: nobody has to be asked for it.
+/// Padding is known to be zeros, so no server is needed.
 #[test]
 fn flipped_bits_in_padding_are_repaired_without_a_server() {
     let place = Place::for_verity();

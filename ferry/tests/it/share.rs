@@ -30,7 +30,7 @@ fn serves_until_a_signal() {
     }
 }
 
-/// The kernel tells nobody of the end of a child whose parent ignores that, and Ferry has children from its start.
+/// If SIGCHLD is ignored, the kernel reaps children silently, and Ferry has children from its start.
 #[test]
 fn serves_also_if_its_parent_ignores_the_end_of_children() {
     let folder = tempfile::tempdir().unwrap();
@@ -94,7 +94,7 @@ fn a_group_may_connect_too() {
 /// Whoever could be taken for the keeper of a guest's state would be handed its memory.
 #[test]
 fn state_is_kept_in_a_folder_of_this_users_own_alone() {
-    /// A user that nobody is.
+    /// An unused user id.
     const STRANGER: u32 = 64_321;
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
@@ -512,7 +512,7 @@ fn usage_hides_flags_set_by_the_environment() {
         assert!(output.status.code() == Some(2) && text.contains("Usage: "), "{text}");
         assert!(!text.contains("--log "), "{text}");
     }
-    // It is what it was all the same.
+    // It is unchanged nevertheless.
     let wrong = run(ferry().env("FERRY_LOG", "debgu").args(["share", "mem", "--virtiofs", "/no/such/folder/s"]));
     assert_eq!(wrong.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&wrong.stderr).contains("did you mean debug?"), "{wrong:?}");
@@ -691,7 +691,7 @@ fn events_without_a_watch_are_refused() {
     }
     child.kill().unwrap();
     child.wait().unwrap();
-    // Without file handles it is as without root: inotify tells what happens, but not by whom.
+    // Without file handles, as without root, inotify reports changes without their author.
     let trusting = &["--inode-file-handles", "never", "--cache", "always", "--virtiofs"];
     let output = run(share(&dir, trusting).arg(&socket));
     let said = String::from_utf8_lossy(&output.stderr);

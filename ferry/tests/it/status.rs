@@ -1,4 +1,4 @@
-//! `ferry status`: what it shows, to whom, and control clients that misbehave.
+//! `ferry status`: its output for each user, and misbehaving clients of the control socket.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::fs;
@@ -18,7 +18,7 @@ use crate::common::{Server, ferry, needs_fuse, refused, run};
 
 /// The most clients of a control socket.
 const PLACES: usize = 16;
-/// A user that nobody is.
+/// An unused user id.
 const STRANGER: u32 = 64_321;
 
 /// The only server that a target means, from JSON that is checked against its schema.

@@ -89,7 +89,7 @@ fn units_allow_what_their_servers_need() {
         for directive in ["PrivateUsers", "RestrictNamespaces", "SystemCallFilter", "RootDirectory", "DynamicUser"] {
             assert!(!set.contains(&directive), "{}: {directive}", unit.display());
         }
-        // /run/ferry has root's control sockets, and nobody else may enter it.
+        // /run/ferry has root's control sockets, and only root may enter it.
         for place in [values(&unit, "ListenStream"), values(&unit, "RuntimeDirectory")].concat() {
             assert!(!Path::new("/run").join(&place).starts_with("/run/ferry"), "{}: {place}", unit.display());
         }

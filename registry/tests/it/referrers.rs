@@ -197,7 +197,7 @@ fn as_many_layers_as_have_tables_are_read_before_they_are_here() {
         let error = get("none", only(layers)).unwrap_err().to_string();
         assert!(error.contains("it has 3 layers"), "{error}");
     }
-    // The converted image has all layers; nobody takes it who does not trust it.
+    // The converted image has all layers; it is used only if it is trusted.
     let _held = Store::create(&place.at("own")).unwrap();
     convert(&place.fake.remote(), &place.at("own.img"), &place.at("own"), 2, &|_, _| {}).unwrap();
     let trusting = LazyOptions { layers: None, trusts_converted: true, trusts_trace: true };

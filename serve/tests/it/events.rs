@@ -211,7 +211,7 @@ fn a_wait_can_be_interrupted() {
     assert_eq!(common::answer(client.next_unique() - 4, &reply), Answer::Error(Errno::INTR));
 }
 
-/// What happened to a file that has gone since is replayed all the same: its kernel asks for attributes, and may not fail.
+/// Events of a file that was removed since are replayed, too: the client's kernel requests attributes, which must not fail.
 #[test]
 fn events_of_a_removed_file_are_replayed() {
     let (mut client, source) = client(true);

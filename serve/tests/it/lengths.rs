@@ -124,7 +124,7 @@ fn ask_for_attributes(client: &mut Client) {
 
 fn list(client: &mut Client) {
     let at = DirRange { ino: Ino::ROOT, handle: Handle(0), offset: 0, plus: true };
-    // Twice: of the first listing one file is left out, to see whether anybody looks at files.
+    // Twice: the first listing omits one file, to detect requests for files.
     for _ in 0..2 {
         let listed = client.ask(Ino::ROOT, Operation::Readdir { at, bytes_max: 4096 });
         assert!(matches!(listed, Answer::Reply(_)), "{listed:?}");

@@ -364,7 +364,7 @@ fn flush_is_sent_only_where_it_matters() {
     }
 }
 
-/// Then a lock meets no other client's, and nobody is to be told of data.
+/// Then locks of other clients cannot conflict, and no client needs notifications of data.
 #[test]
 fn a_single_client_keeps_its_locks_and_closes_alone() {
     let options = ShareOptions { single_client: true, ..ShareOptions::default() };
@@ -478,7 +478,7 @@ fn forgotten_inodes_are_found_by_their_numbers() {
         };
         let bytes = answer();
         assert_eq!(bytes[..8], 7_u64.to_le_bytes(), "the inode itself");
-        // The kernel of a mount tells by the generation whether somebody has made the number up.
+        // The kernel detects invented inode numbers by the generation.
         assert_eq!(bytes[8..16] != [0; 8], by_number == ByNumber::Host);
         assert_eq!(bytes[12..16], [0; 4], "the kernel has 32 bits for it");
         assert_eq!(bytes[8..16], answer()[8..16]);

@@ -255,7 +255,7 @@ fn attributes_of_files_that_may_be_mapped_to_write_are_not_kept() {
     assert_eq!(told(client, Ino::ROOT, create).0, [Duration::ZERO]);
 }
 
-/// Linux clears suid and sgid so where no other request tells of the change, and for a chown to nobody else.
+/// Linux clears suid and sgid this way if no other request implies it, and for a chown without a change.
 #[test]
 fn a_setattr_that_sets_nothing_clears_suid_and_sgid() {
     let one = One::new(REGULAR | 0o6755);

@@ -267,7 +267,7 @@ fn an_unpacked_layer_is_committed_or_removed_and_nothing_else() {
         let status = refused.unwrap_err();
         assert!(matches!(status.code(), Code::FailedPrecondition | Code::InvalidArgument), "{status}");
     }
-    // Somebody writes to it all the same.
+    // Another process writes to it nevertheless.
     let upper = Path::new(&mounts[0].source);
     fs::write(upper.join("more"), "").unwrap();
     assert_eq!(client.commit("layer", "a").unwrap_err().code(), Code::FailedPrecondition);

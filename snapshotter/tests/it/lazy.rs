@@ -41,7 +41,7 @@ fn lazy_layers_are_readable_and_survive_kills() {
         assert!(tables < 300_000 && some < 1_000_000, "{tables} {some} {all}");
         let usage = client.usage(&place.top()).unwrap();
         assert!(usage.size > 0 && usize::try_from(usage.size).unwrap() < all && usage.inodes > 3, "{usage:?}");
-        // A pull of what is here asks nobody.
+        // A pull of a complete image sends no request.
         place.pull(&mut client);
         assert_eq!(place.fetched(), 0);
         // containerd/stargz-snapshotter issue 2225: each open left a descriptor.
@@ -487,7 +487,7 @@ fn layers_of_other_images_are_believed_only_if_they_can_be_had() {
     labels.remove("containerd.io/snapshot/cri.manifest-digest");
     assert!(place.prepare(&mut client, 0, "", labels.clone()).is_err(), "it is unpacked");
     assert_eq!(place.prepare(&mut client, 0, "", place.labels(0)), Ok(()), "the image itself");
-    // Once somebody has needed it, it is there.
+    // It exists after its first use.
     client.view("view", "sha256:chain-0").unwrap();
     assert_eq!(place.prepare(&mut client, 0, "", labels), Ok(()));
 }

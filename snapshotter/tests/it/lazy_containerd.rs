@@ -171,7 +171,7 @@ fn containers_start_before_their_layers_are_here() {
     }
 }
 
-/// A container that reads what nobody has read before does not notice a hundred kills of the program.
+/// A container that reads unfetched data does not notice a hundred kills of the program.
 #[test]
 #[ignore = "long: make test-all"]
 fn a_container_does_not_notice_a_hundred_kills_of_the_program() {

@@ -71,7 +71,7 @@ fn a_secret_that_changes_is_used_by_the_processes_that_run() {
         assert_eq!(read("above").unwrap_err().raw_os_error(), Some(libc::EIO), "{format:?}");
         write_secret(&secrets, &address, "two");
         until("the file", || read("above").is_ok_and(|bytes| bytes == noise(5, 20_000)));
-        // Both change before anything is read: nobody notices.
+        // Both change before anything is read, which has no visible effect.
         *password.lock().unwrap() = "three".into();
         write_secret(&secrets, &address, "three");
         assert!(read("large").unwrap() == noise(4, LARGE), "{format:?}");

@@ -17,7 +17,7 @@ use crate::lazy_place::{Place, is_right, layers, noise, until};
 use crate::server::{Mounted, can_mount};
 use crate::toc_layers::{Format, Writer};
 
-/// Files that nobody has read before, per kill.
+/// The number of unfetched files per kill.
 const FRESH: usize = 3;
 const LENGTH: usize = 40_000;
 

@@ -184,7 +184,7 @@ impl Place {
         let text = fs::read_to_string(image.join("process")).unwrap();
         // It may be written at this moment.
         let pid: i32 = text.split(' ').next()?.parse().ok()?;
-        // A process of a killed program is nobody's child here.
+        // A process of a killed program has no parent here that reaps it.
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         (!stat.rsplit_once(')')?.1.trim_start().starts_with('Z')).then(|| Pid::from_raw(pid).unwrap())
     }

@@ -48,7 +48,7 @@ fn fill(server: &Server, client: &mut Client, mounts: &[Mount], (number, layer):
     fs::write(upper.join("highest"), name(number)).unwrap();
 }
 
-/// Pulls the image; whether nobody removed one of its layers meanwhile.
+/// Pulls the image; returns whether no layer was removed meanwhile.
 fn pull(server: &Server, client: &mut Client, (who, layers): (&str, &[Layer])) -> bool {
     for (number, layer) in (1..).zip(layers) {
         let key = format!("extract-{who}-{number}");

@@ -115,7 +115,7 @@ fn twin(pid: u32, replaced: &[(&str, &str)], incoming: &str) -> Command {
         for (from, to) in replaced {
             word = word.replace(from, to);
         }
-        // Its command speaks with nobody any more.
+        // Its command has no connection any more.
         for (id, number) in [("control", 3), ("stdout", 4), ("stderr", 5)] {
             word = word.replace(&format!("socket,id={id},fd={number}"), &format!("null,id={id}"));
         }

@@ -494,7 +494,7 @@ fn removed_shares_leave_no_descriptors() {
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 }
 
-/// Only the user and root reach a manager, which acts with the rights of its user, whoever asks.
+/// Only the user and root reach a manager, which always acts with the rights of its user.
 #[test]
 fn servers_of_other_users_cannot_be_changed() {
     if !is_root() {

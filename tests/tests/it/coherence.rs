@@ -103,7 +103,7 @@ fn lag(what: &str, bound: Duration, change: impl FnOnce(), seen: impl Fn() -> bo
     (begin.elapsed(), looks)
 }
 
-/// When a change is to be seen by whoever has looked before.
+/// When a process with cached data must see a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Staleness {
     /// When he looks again, for he is asked each time.
@@ -161,7 +161,7 @@ fn measure(what: &str, one: &Path, two: &Path, seen: Staleness) {
     }
 }
 
-/// What may be old, and for how long: nothing, a second, or until somebody was told.
+/// The allowed staleness: none, a second, or until a notification.
 fn when(cache: &str, writeback: bool, told: bool) -> Staleness {
     match cache {
         // Who writes back believes what it knows until it is told.

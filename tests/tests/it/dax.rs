@@ -586,7 +586,7 @@ fn a_file_truncated_by_the_host_ends_no_process() {
     driver.receive(ticket).unwrap();
     let file = std::fs::OpenOptions::new().write(true).open(share.path.join("file")).unwrap();
     file.set_len(100).unwrap();
-    // Everything that looks at the file sees the new length, and what is behind it is nobody's.
+    // All requests see the new length, and bytes past it belong to no file.
     assert_eq!(driver.getattr(node).unwrap().attr.size, 100);
     assert_eq!(driver.read(node, handle, 0, 4096).unwrap(), pattern(4096)[..100]);
     assert_eq!(driver.read(node, handle, CHUNK, 4096).unwrap(), b"");

@@ -24,7 +24,7 @@ const CHUNK: u64 = 2 << 20;
 const FILE_BYTES: u64 = 3 * CHUNK;
 const PAGE: u64 = 4096;
 const BOTH: u64 = SETUPMAPPING_READ | SETUPMAPPING_WRITE;
-/// What a window that does not answer may cost whoever makes a file shorter.
+/// The maximum delay of a truncation by a window without a reply.
 const HELD_UP: Duration = Duration::from_secs(10);
 const MAP: u32 = 9;
 const UNMAP: u32 = 10;
@@ -102,7 +102,7 @@ impl Victim {
             let at = chunk * CHUNK;
             let wish = next_wish(&self.line).unwrap();
             assert_eq!((wish.code, wish.numbers), (UNMAP, [0, at, at, CHUNK, 1]));
-            // So that somebody who did not wait would be seen.
+            // So that a truncation without a wait is detected.
             std::thread::sleep(Duration::from_millis(100));
             assert_eq!(std::fs::metadata(path).unwrap().len(), FILE_BYTES, "it is short already");
             answer(&self.line, wish.code, 0);
@@ -252,7 +252,7 @@ fn a_client_that_shortens_a_file_keeps_its_mappings() {
     let mut victim = Victim::new(&share.socket);
     victim.map();
     assert_eq!(victim.driver.truncate(victim.node, 100).unwrap().attr.size, 100);
-    // Longer, as long, and shorter within a page: nobody is asked for anything.
+    // A longer or equal length, and a shorter one within a page, need no request.
     let (socket, _beside) = share.beside(Cache::None, 1);
     let (mut other, node) = other(&socket);
     std::fs::write(share.path.join("file"), pattern(FILE_BYTES)).unwrap();

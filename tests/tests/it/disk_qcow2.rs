@@ -502,7 +502,7 @@ fn separate_data_files_are_refused_and_stay_as_they_are() {
     }
 }
 
-/// The type of the extension that says the format; with another, nobody reads it.
+/// The type of the backing format extension; other types are ignored.
 const FORMAT: [u8; 4] = [0xe2, 0x79, 0x2a, 0xca];
 
 #[test]

@@ -235,7 +235,7 @@ impl Watched {
             watch.arg("watch").args(paths.split(' ')).current_dir(&self.path).stdout(Stdio::piped());
             let mut watch = watch.spawn().unwrap();
             wait_for_watches(watch.id(), paths.split(' ').count());
-            // While it runs: a watcher whose output nobody takes loses events.
+            // Read concurrently: a watcher whose output is not read loses events.
             let output = watch.stdout.take().unwrap();
             let reader = std::thread::spawn(move || std::io::read_to_string(output).unwrap());
             has_run = run(script);
@@ -325,7 +325,7 @@ fn each_operation(watched: fn(Cache) -> Option<Watched>, untold: &[&str]) {
     assert_eq!(by_watch(&seen.guest), by_watch(&seen.host), "{}", seen.said);
 }
 
-/// What happens in a mount of this host, of a source that nobody watches, is seen in a guest.
+/// Changes through a mount on this host, of an unwatched source, are seen in a guest.
 #[test]
 fn each_operation_on_files_in_memory_is_seen() {
     let _alone = alone();
@@ -419,7 +419,7 @@ fn shares_with_events_miss_nothing() {
     let expected = |event: &&str| *event != "d ATTRIB replaced";
     let [mut guest, mut host] =
         [&seen.guest, &seen.host].map(|events| by_watch(events).into_iter().filter(expected).collect::<Vec<_>>());
-    // Equal events in a row are one if nobody has read the first.
+    // Equal unread events in a row are merged.
     guest.dedup();
     host.dedup();
     assert_eq!(guest, host, "{}", seen.said);

@@ -171,7 +171,7 @@ fn git_status_sees_edits_of_the_host() {
     assert_eq!(said, " M a\n D sub/b\n?? sub/d\n2\n");
 }
 
-/// The shape of a development server: it reads a file anew when its watcher tells of it.
+/// A typical development server: it reads a file again when its watcher reports a change.
 #[test]
 fn a_node_server_reloads_after_edits_of_the_host() {
     let _alone = alone();

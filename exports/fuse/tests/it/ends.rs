@@ -46,7 +46,7 @@ fn a_panic_at_the_end_ends_only_the_mount() {
     }
 }
 
-/// How somebody else ends a mount.
+/// The ways in which another process ends a mount.
 fn umount(at: &std::path::Path, lazily: bool) -> bool {
     let mut command = Command::new("umount");
     command.args(lazily.then_some("-l")).arg(at);

@@ -90,7 +90,7 @@ fn a_handler_that_blocks_stalls_neither_its_cpu_nor_the_mount() {
     }
 }
 
-/// A source whose lookups of names with an `x` hang. It has no file that anybody reads.
+/// A source whose lookups of names with an `x` hang. It has no files.
 #[derive(Default)]
 struct Doors(Null);
 
@@ -231,7 +231,7 @@ fn the_last_thread_of_a_ring_is_released() {
             };
             scope.spawn(start).join().unwrap()
         });
-        // It is seen to be blocked, and nobody is to be had.
+        // It is detected as blocked, and no thread is free.
         std::thread::sleep(Duration::from_millis(200));
         let mut last = children.pop().unwrap();
         last.kill().unwrap();

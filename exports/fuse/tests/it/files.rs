@@ -240,7 +240,7 @@ fn writes_that_do_not_fit_fail_at_sync() {
     }
 }
 
-/// A process that begins a program closes files while nobody may look at it; whoever serves it must not try.
+/// A process in execve closes files while its /proc files are locked; its server must not read them.
 #[test]
 fn clients_that_begin_programs_are_served() {
     for (_, mounted) in dir(|options| options.cache = Cache::None) {

@@ -53,7 +53,7 @@ fn the_only_reader_follows_a_waiting_client_at_idle_priority() {
                     places("fuse-reader") == [here]
                 });
             }
-            // Each sends a RELEASE that nobody waits for, and that names no thread.
+            // Each sends an asynchronous RELEASE, which names no thread.
             stay_on(second);
             wait_until("the reader follows a client that opens and closes", || {
                 (0..50).for_each(|_| drop(File::open(mounted.path("file")).unwrap()));

@@ -173,7 +173,7 @@ fn a_dead_mount_is_replaced() {
     for _ in 0..3 {
         let (device, mount) = Mountpoint::mount(&place.path, &MountOptions::default()).unwrap();
         drop(device);
-        // As if killed: nobody unmounts.
+        // As after a kill: the mount stays.
         std::mem::forget(mount);
         assert_eq!(std::fs::metadata(&place.path).unwrap_err().raw_os_error(), Some(107));
     }
@@ -269,7 +269,7 @@ const OPEN_DEVICE: &str = "set -e
 fn said_as_user(path: &Path, runs: &[&[&str]]) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
-    // A copy that anybody may start, wherever the build folder is.
+    // A copy that every user can execute, wherever the build folder is.
     let program = folder.path().join("test");
     assert!(Command::new("cp").arg(std::env::current_exe().unwrap()).arg(&program).status().unwrap().success());
     std::fs::create_dir(folder.path().join("device")).unwrap();
@@ -297,7 +297,7 @@ fn has_helper() -> bool {
     has
 }
 
-/// A mount point that belongs to nobody, the user.
+/// A mount point that belongs to the user `nobody`.
 fn users_place() -> Place {
     let place = Place::new();
     std::fs::set_permissions(place.folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();

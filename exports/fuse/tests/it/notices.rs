@@ -121,7 +121,7 @@ fn while_blocked(path: Path, block: impl FnOnce(&Mounted) + Send, test: impl FnO
         let blocked = scope.spawn(|| block(&mounted));
         wait_until("the handler is blocked", || source.held.load(Ordering::SeqCst) == 1);
         let (source, mounted) = (&source, &mounted);
-        // If it fails, the handler goes on all the same.
+        // If it fails, the handler continues.
         let tested = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(source, mounted)));
         let held = source.held.load(Ordering::SeqCst);
         source.let_go.store(true, Ordering::SeqCst);

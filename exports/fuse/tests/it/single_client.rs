@@ -1,4 +1,4 @@
-//! A mount that nobody shares its source with: the kernel keeps the locks, and closes files without asking.
+//! A mount that is the only user of its source: the kernel keeps the locks, and sends no FLUSH.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use crate::common;
@@ -41,7 +41,7 @@ fn no_close_is_waited_for() {
             mounted.stop();
             requests
         });
-        // GETATTR of the directory, which has changed, LOOKUP, CREATE, and RELEASE, which nobody waits for.
+        // GETATTR of the directory, which has changed, LOOKUP, CREATE, and RELEASE, which is asynchronous.
         assert!(alone <= 4 * FILES, "{path:?}: {alone}");
         // And a FLUSH.
         assert!(shared >= 5 * FILES - 1, "{path:?}: {shared}");

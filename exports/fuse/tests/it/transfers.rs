@@ -1,4 +1,4 @@
-//! Data that come from far: whoever waits for them holds up nobody else.
+//! Data of distant servers: a waiting transfer delays no other request.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use crate::common;

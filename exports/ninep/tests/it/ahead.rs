@@ -19,7 +19,7 @@ const FILE_MIB: u64 = 64;
 const PIECE: u32 = 512 << 10;
 const READ_MIB: u64 = 8;
 
-/// How much of a file is in memory, in bytes; `None` where nobody can say.
+/// Returns how many bytes of a file are in the page cache; `None`: unknown.
 fn resident(path: &Path) -> Option<u64> {
     let output =
         Command::new("fincore").args(["--bytes", "--noheadings", "--output", "RES"]).arg(path).output().ok()?;
@@ -34,7 +34,7 @@ fn cold(options: Options) -> (DirServer, bool) {
     std::fs::write(&path, noise.collect::<Vec<u8>>()).unwrap();
     let file = File::open(&path).unwrap();
     rustix::fs::fsync(&file).unwrap();
-    // Pages that somebody is looking at stay: on a busy machine it takes several times.
+    // Pages in use stay cached, so a busy machine needs several attempts.
     let is_cold = (0..50).any(|_| {
         rustix::fs::fadvise(&file, 0, None, Advice::DontNeed).unwrap();
         let is_cold = resident(&path).is_some_and(|bytes| bytes < MIB);

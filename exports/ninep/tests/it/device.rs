@@ -113,7 +113,7 @@ fn every_chain_is_returned() {
             assert_eq!(errno(&ask(&mut driver, &pieces, &[3, 1, 7, 89])), wanted, "{message:?}");
             is_well(&mut driver);
         }
-        // What follows the message is nobody's business.
+        // Bytes after the message are ignored.
         let getattr = encoded(2, &Request::Getattr { fid: ROOT, mask: valid::BASIC });
         assert!(errno(&ask(&mut driver, &[&getattr, &[1; 300]], &[200])).is_none());
         // No room: nothing is done. Little room: an error.
@@ -193,7 +193,7 @@ fn chains_that_make_no_sense_do_no_harm() {
         queue.ring_mut().push(heads[0]);
         queue.publish();
         queue.kick();
-        // Whatever becomes of it: a guest that comes anew is served.
+        // In any case, a new guest is served.
         driver = driver.reconnect().unwrap();
         attached(&mut driver);
         is_well(&mut driver);

@@ -197,7 +197,7 @@ fn data_of_a_closed_connection_is_not_served() {
     assert_eq!(names, ["f"]);
 }
 
-/// A client that sends byte by byte is served all the same.
+/// A client that sends byte by byte is served, too.
 #[test]
 fn a_message_may_come_in_any_pieces() {
     let share = DirServer::new(Options::default());
@@ -223,7 +223,7 @@ fn a_message_may_come_in_any_pieces() {
     share.settles(|usage| usage.buffered_bytes == 0);
 }
 
-/// A client that asks and never listens costs no more than is allowed, and nobody else anything.
+/// A client that sends and never reads is bounded, and does not affect others.
 #[test]
 fn unread_replies_are_bounded() {
     const BOUND: usize = 8 << 20;

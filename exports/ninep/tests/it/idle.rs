@@ -179,7 +179,7 @@ fn ten_thousand_are_held_for_little_and_let_go() {
     server.settles(|usage| usage.connections == 0 && usage.buffered_bytes == 0);
 }
 
-/// Half say nothing, half begin a message and do not go on: all of them are sent away in time, and nobody else.
+/// Half are silent, half send an incomplete message: all of them, and no others, are disconnected in time.
 #[test]
 #[ignore = "long: make test-all"]
 fn ten_thousand_that_dawdle_are_sent_away() {

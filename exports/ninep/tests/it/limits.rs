@@ -157,7 +157,7 @@ fn waiting_requests_end_with_their_connection_session_and_server() {
 #[test]
 fn a_connection_has_a_bounded_number_of_waiting_requests() {
     let (server, mut client, all) = exhausted();
-    // As many as the socket has room for, when nobody receives them.
+    // As many as fit into the socket while no thread receives.
     (2..250).for_each(|tag| send_read(&mut client, tag));
     std::thread::sleep(Duration::from_millis(200));
     let usage = server.usage();

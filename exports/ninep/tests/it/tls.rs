@@ -89,7 +89,7 @@ fn attached(mut client: Client<Sealed>) -> Client<Sealed> {
     client
 }
 
-/// Whether the server lets nobody in who comes like this: it hangs up before anything is answered.
+/// Whether the server refuses such a connection: it disconnects without a reply.
 fn is_refused(client: &mut Client<Sealed>) -> bool {
     let mut message = Vec::new();
     Request::Version { msize: MSIZE, version: VERSION }.encode(Tag::NONE, &mut message);
@@ -282,7 +282,7 @@ fn errors_in_the_certificate_files_are_reported() {
     assert!(Tls::read(&made.path("a.pem"), &made.path("a.key"), Some(&made.path("ca.pem"))).is_ok());
 }
 
-/// Beyond this machine, TLS alone lets everybody in, as TCP does; certificates of clients do not.
+/// On other addresses, TLS without client certificates admits all clients, as TCP does.
 #[test]
 fn other_machines_need_a_certificate_or_leave() {
     let made = Certificates::new();

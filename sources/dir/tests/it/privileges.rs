@@ -260,7 +260,7 @@ fn file_flags_are_set_by_owner_and_root_only() {
                 let set = flags.change(cx, commands, flag, true);
                 flags.change(&root, commands, flag, true).unwrap();
                 let removed = flags.change(cx, commands, flag, false);
-                // Whatever came out: nobody else could remove the file.
+                // In any case, no other user could remove the file.
                 flags.change(&root, commands, flag, false).unwrap();
                 assert_eq!((set, removed), (may, may), "{who}, {flag:x}");
             }

@@ -179,7 +179,7 @@ fn errors_of_fetching_and_of_writing_are_both_reported() {
     assert!(error.contains("nobody has it") && error.contains("directory"), "{error}");
 }
 
-/// Zeros do, and everybody has those.
+/// Zeros repair it, without a server.
 #[test]
 fn padding_is_repaired_without_a_server() {
     let (bench, built) = three();
@@ -193,7 +193,7 @@ fn padding_is_repaired_without_a_server() {
     let mended = repair_packs(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
     assert_eq!((mended, notes(&bench)), (RepairCounts { repaired: 2, left: 0 }, 0));
     assert!(fs::read(&path).expect("files can be read") == before);
-    // Beside an object that nobody has.
+    // Beside an object that no source has.
     write_over(&path, 12_287, &[1]);
     write_over(&path, 4 * 4096, &[!before[4 * 4096]]);
     assert_eq!(note(&bench, "image"), 2);
@@ -328,7 +328,7 @@ fn damaged_objects_of_composefs_are_removed_and_rebuilt() {
     // That something is not there is no damage.
     fs::remove_file(path(0)).expect("files can be removed");
     assert_eq!(note(&bench, "image"), 0);
-    // What cannot be read stays; the others are looked at all the same.
+    // Unreadable packs stay; the others are checked nevertheless.
     fs::create_dir(path(0)).expect("folders can be made");
     write_over(&path(2), 100, &[0xaa]);
     let error = note_damage(&open(&bench, "image"), &bench.store()).expect_err("it cannot be read");

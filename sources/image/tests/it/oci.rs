@@ -278,7 +278,7 @@ fn an_image_is_chosen_by_tag_and_platform() {
     assert!(untagged.contains("several images for linux/arm64: name one by its tag"), "{untagged}");
 }
 
-/// Where nobody asks for a variant, the image without one is taken.
+/// Without a requested variant, the image without one is used.
 #[test]
 fn an_image_without_a_variant_is_preferred() {
     let bench = Bench::new();

@@ -380,7 +380,7 @@ fn umoci_agrees_on_many_random_layers() {
     random(40..1000);
 }
 
-/// skopeo packs layers anew, in zstd or not at all, and writes manifests of Docker's kind: the trees are the same.
+/// skopeo recompresses layers by zstd or not at all, and writes Docker manifests: the trees are equal.
 #[test]
 fn skopeo_copies_of_an_image_are_the_same_tree() {
     let program = ferry_guest::Cache::from_env().and_then(|cache| cache.skopeo()).expect("skopeo can be fetched");

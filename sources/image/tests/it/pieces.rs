@@ -124,7 +124,7 @@ fn only_the_damaged_piece_is_not_read() {
     assert!(error.to_string().contains("is damaged"), "{error}");
 }
 
-/// What follows a file's end in its last block is seen by whoever maps it.
+/// Bytes past a file's end in its last block are visible in a mapping.
 #[test]
 fn padding_is_proved_with_the_last_piece() {
     let bench = made();

@@ -280,7 +280,7 @@ fn hostile_sparse_files_are_refused() {
     assert_eq!(said(&bench, &[records(&before), plain("x", b'0', &mapped)]), None);
 }
 
-/// PAX headers and plain ones may tell different sizes; who takes the wrong one sees members that nobody put there.
+/// PAX and plain headers may have different sizes; a reader that uses the wrong one sees forged members.
 #[test]
 fn members_are_those_that_gnu_tar_lists() {
     let bench = Bench::new();

@@ -191,7 +191,7 @@ fn an_image_with_a_wrong_tree_digest_is_refused_by_all_users_of_packs() {
     // By its own digest it is what it is, and its word for the tree is looked at by who wants to know.
     let image = Image::open(&path, None).expect("it is an image");
     refused(Objects::open(&image, &store).expect("nobody asked").verify_tree(&image).expect_err("it lies"));
-    // One of before says nothing, and is proved all the same.
+    // An earlier image has no tree digest, and is proved nevertheless.
     file.write_all_at(&[0; 32], TREE_OFFSET).expect("room");
     let image = Image::open(&path, None).expect("it is an image");
     assert_eq!((image.tree(), image.shown_digest()), (None, image.digest()));

@@ -431,10 +431,10 @@ fn a_second_tier_takes_the_overflow_of_the_first() {
     assert!(sentence(&path, &options).contains("not a second tier"));
 }
 
-/// What a power cut at this moment would leave: nobody has synced, and nobody has closed the image.
+/// Returns the image as a power failure would leave it now, without a sync or a close.
 fn after_a_cut(path: &Path) -> pmem_common::World {
     let copy = path.with_extension("copy");
-    // Of one moment: nobody has written while it was read if it is the same when it is read again.
+    // Two equal reads in a row are a consistent copy.
     let mut bytes = Vec::new();
     while bytes.is_empty() || std::fs::read(path).unwrap() != bytes {
         bytes = std::fs::read(path).unwrap();

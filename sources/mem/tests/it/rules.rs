@@ -311,7 +311,7 @@ fn a_listing_ends_while_its_names_are_renamed() {
         }
         share.file(Ino::ROOT, "replaced", b"");
         let handle = fs.opendir(cx, Ino::ROOT, OFlags::RDONLY).unwrap();
-        // The second one begins anew, and finds the names as they are then.
+        // The second one starts again, and finds the current names.
         for pass in 0..2 {
             let (mut offset, mut round, mut lines) = (0, 0, Vec::new());
             loop {

@@ -272,7 +272,7 @@ fn each_handle_gets_a_write_error_once() {
     fake.fail_writes.store(true, std::sync::atomic::Ordering::SeqCst);
     file.write(50, 4096, &mut [9; 4096].as_slice()).unwrap();
     assert_eq!(file.size(), 4146);
-    // A child that closes its copy of the descriptor takes the error from nobody.
+    // A child that closes its copy of the descriptor does not consume the error.
     assert_eq!(file.flush(&one), Err(Errno::NOSPC));
     assert_eq!(file.flush(&one), Err(Errno::NOSPC));
     for handle in [&one, &two] {

@@ -161,7 +161,7 @@ fn data_takes_turns_on_all_connections() {
         let (ino, handle) = create(&client, "file");
         write_all(&client, ino, handle, 1);
         client.fsync(&CX, ino, handle, false).unwrap();
-        // It goes on until the fids are there, which nobody waits for.
+        // It continues until the fids exist, which is asynchronous.
         let end = Instant::now() + PATIENCE;
         while way.carried().iter().any(|(sent, _)| *sent < 2 * MIB) {
             assert!(Instant::now() < end, "{cache:?}: some connections write nothing: {:?}", way.carried());
@@ -171,7 +171,7 @@ fn data_takes_turns_on_all_connections() {
         let before = way.carried();
         let end = Instant::now() + PATIENCE;
         loop {
-            // What is kept is dropped, and read anew.
+            // Cached data is dropped, and read again.
             touch_elsewhere(&served, "file");
             let again = client.open(&CX, ino, flags("r")).unwrap();
             read_all(&client, ino, again, 1);

@@ -148,7 +148,7 @@ fn names_are_published_with_the_numbers_of_the_client() {
     assert_eq!(by, [CX.session], "once, by who did it");
 }
 
-/// A new file that nobody has looked up yet is told of by its name.
+/// An event of a new file without a lookup has its name.
 #[test]
 fn changes_of_a_new_file_are_reported_by_name() {
     let served = Served::with_events();
@@ -277,7 +277,7 @@ fn an_invalid_message_ends_only_the_connection() {
     }
 }
 
-/// Numbers that nobody knows, files as directories, numbers that go back: what is told is of nothing.
+/// Unknown inodes, files as directories and decreasing sequence numbers are ignored.
 #[test]
 fn events_of_unknown_inodes_are_ignored() {
     let text = name("x").to_buf();

@@ -1,4 +1,4 @@
-//! Servers that lie, break off, or say nothing: an error for whoever asked, and never a panic or a wait without end.
+//! Servers that lie, disconnect or are silent: the caller gets an error, and there is no panic or endless wait.
 #![allow(clippy::cast_possible_truncation, reason = "bytes of a pattern")]
 
 use crate::common;
@@ -286,7 +286,7 @@ fn answers_that_are_too_many_or_too_few_end_the_connection() {
     });
     let client = twice.connect(Options { patience: PATIENCE, ..hasty() }).unwrap();
     for round in 0..50 {
-        // The first answer may be taken before the second one is seen, and the second one is nobody's.
+        // The first reply may complete the request before the second one arrives, which then belongs to no request.
         let _ = client.lookup(&CX, Ino::ROOT, name("a"));
         assert_eq!(client.getattr(&CX, Ino::ROOT, None).err(), None, "by the next connection, round {round}");
     }

@@ -35,7 +35,7 @@ fn all_made_have_ended(fids: &Fids) -> bool {
     fids.0.iter().all(|fid| fids.1.contains(fid))
 }
 
-/// Between Tlcreate and the lookup somebody moves another file onto the name.
+/// Between Tlcreate and the lookup another file is moved onto the name.
 #[test]
 fn a_new_file_replaced_at_once_is_not_confused_with_its_successor() {
     for cache in [Cache::None, Cache::Auto] {
@@ -61,7 +61,7 @@ fn a_new_file_replaced_at_once_is_not_confused_with_its_successor() {
     }
 }
 
-/// To some servers a fid is a path, and somebody has moved another file there.
+/// Some servers treat a fid as a path, and another file was moved there.
 #[test]
 fn an_opened_file_must_be_the_one_found() {
     let fake = Fake::new(|tag, request| match *request {

@@ -115,7 +115,7 @@ fn root_attributes_return_quickly_while_the_server_is_gone() {
     assert_eq!(client.getattr(&CX, Ino::ROOT, None).unwrap().nlink, root.nlink + 1, "the server is asked");
 }
 
-/// The source's file, as somebody at the server sees it.
+/// The source's file on the server.
 fn at_server(served: &Served) -> (Ino, Handle) {
     let source = &served.source;
     let dir = source.lookup(&CX, Ino::ROOT, name("d")).unwrap();
@@ -232,7 +232,7 @@ fn locks_are_taken_again() {
     let (ino, own) = at_server(&served);
     let theirs = Lock { owner: LockOwner { session: SessionId::unique(), id: 1 }, ..lock(LockKind::Read, 1) };
     assert_eq!(served.source.set_lock(&CX, ino, own, &theirs, None).unwrap_err(), Errno::AGAIN);
-    // And once more, when somebody else was faster.
+    // And once more, after another client was faster.
     served.stop();
     assert_eq!(served.source.set_lock(&CX, ino, own, &theirs, None), Ok(LockOutcome::Done));
     served.start();

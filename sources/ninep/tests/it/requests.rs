@@ -100,7 +100,7 @@ fn new_files_belong_to_their_creator() {
     assert_eq!((dir.attr.uid, dir.attr.gid), (0, 0));
     write(&client, made.ino, handle, 0, b"x").unwrap();
     client.release(&joe, made.ino, handle);
-    // One whom the server does not let in.
+    // A user that the server refuses.
     let served = Served::with(ferry_ninep::Users::Only(vec![ferry_ninep::Identity::default()]));
     let client = served.connect(Options { uid: 0, ..plain() });
     assert_eq!(client.mkdir(&joe, Ino::ROOT, name("d"), &common::dir(0o777)).unwrap_err(), Errno::ACCESS);

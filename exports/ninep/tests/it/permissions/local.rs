@@ -13,7 +13,7 @@ use super::{
     CONTENT, GID, MEMORY, Made, Op, Outcome, PAST, PIECE, Tree, UID, has_attributes, lines, names_of, value_of,
 };
 
-/// The directory on this host: made by root, used by a thread that is nobody but the user.
+/// The directory on this host: made by root, used by a thread with only the user's ids.
 pub(super) struct Local {
     path: PathBuf,
     root: Arc<OwnedFd>,
