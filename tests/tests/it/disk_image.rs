@@ -17,7 +17,7 @@ struct Made {
 }
 
 impl Made {
-    /// Two builds, so that the second image has two packs: most of the files are in the first.
+    /// Builds twice, so that the second image has two packs, with most of the files in the first.
     fn new() -> Self {
         let made = Self { folder: folder(Place::Disk) };
         let tree = made.path("tree");
@@ -68,7 +68,7 @@ fn copy(disk: &DiskServer, to: &Path) -> bool {
     program.output().unwrap().status.success()
 }
 
-/// Runs a command of `qemu-io`, which opens the disk to read only; what it wrote.
+/// Runs a command of `qemu-io` on the read-only disk; returns its output.
 fn read(disk: &DiskServer, command: &str) -> String {
     let image = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", disk.socket.display());
     let output = Command::new(tool("qemu-io")).args(["-r", "--image-opts", &image, "-c", command]).output().unwrap();
@@ -114,7 +114,7 @@ fn an_image_as_a_disk_is_mounted_by_the_kernel() {
         let script = r#"cd "$1" && find . -printf '%p %m %U %G %s %T@ %l\n' | grep -v '^[.] ' | sort"#;
         let output = Command::new("sh").args(["-ec", script, "sh"]).arg(dir).output().unwrap();
         assert!(output.status.success());
-        // A directory's size is the file system's affair.
+        // A directory's size depends on the file system.
         let lines = String::from_utf8(output.stdout).unwrap();
         lines
             .lines()
@@ -127,9 +127,9 @@ fn an_image_as_a_disk_is_mounted_by_the_kernel() {
     assert_eq!(listed(&mounted.0), expected);
 }
 
-/// Requests that cross from the image into a pack, and from one pack into the next, have the bytes of both.
+/// Requests across the boundaries of image and packs return the bytes of both sides.
 #[test]
-fn requests_cross_the_places_of_an_image() {
+fn requests_cross_boundaries_of_image_and_packs() {
     let made = Made::new();
     let disk = made.offered();
     let raw = made.path("raw");
@@ -174,13 +174,13 @@ fn damage_fails_the_requests_of_one_piece() {
         };
         let path = made.path("store/packs").join(image.packs()[pack].name.hex());
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
-        // The last one lies behind the file's end: whoever maps the file sees it.
+        // The last one lies past the file's end, where a mapping of the file shows it.
         let file = fs::File::options().write(true).open(&path).unwrap();
         file.write_all_at(b"x", block * 4096 + at).unwrap();
         let disk = made.offered();
         let said = |offset: u64| read(&disk, &format!("read {offset} 4096"));
         let is_read = |said: &str| said.contains("read 4096/4096 bytes");
-        // Their order is that of their names, which are digests of what is in them: of this folder's path, too.
+        // They are ordered by name: the digest of their contents, which include this folder's path.
         let place =
             |pack: usize| image.bytes() + image.packs()[..pack].iter().map(|pack| pack.blocks * 4096).sum::<u64>();
         let start = place(pack) + block * 4096;

@@ -14,9 +14,9 @@ use ferry_vhost::Socket;
 
 const BYTES: u64 = 8 << 20;
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// How often a server is killed.
+/// The number of kills.
 const KILLS: u32 = 6;
-/// Names the folder of a disk to serve; see [`serve_if_asked`].
+/// The environment variable with the folder of a disk to serve; see [`serve_if_asked`].
 const FOLDER_VARIABLE: &str = "FERRY_TEST_DISK_FOLDER";
 
 fn base() -> Load {
@@ -83,7 +83,7 @@ fn a_block_changed_behind_the_load_is_detected() {
         done.store(true, Ordering::Relaxed);
         report
     });
-    // What was read, and what was found in the end.
+    // Data from reads, and data found at the end.
     match report {
         Ok(report) => panic!("nobody noticed: {report:?}"),
         Err(error) => assert!(error.to_string().contains("the block at offset 315392 holds"), "{error}"),
@@ -103,7 +103,7 @@ fn invalid_loads_for_a_disk_are_refused() {
     }
 }
 
-/// Serves in a process of its own, if it is one that [`start_server`] started.
+/// Serves, if this is a process that [`start_server`] started.
 #[test]
 fn serve_if_asked() {
     let Some(folder) = std::env::var_os(FOLDER_VARIABLE) else { return };
@@ -143,7 +143,7 @@ fn nothing_is_lost_or_torn_when_servers_are_killed() {
         let load = Load { packed, sleep, seconds: Some(4.0), requests: None, reattach: Some(TIMEOUT), ..base() };
         let report = std::thread::scope(|scope| {
             scope.spawn(|| {
-                // The load's first connection is made: only later ones are made again.
+                // The load is connected: only later connections are retried.
                 while written() == before && !done.load(Ordering::Relaxed) {
                     std::thread::sleep(Duration::from_millis(5));
                 }

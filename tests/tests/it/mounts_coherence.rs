@@ -1,4 +1,4 @@
-//! Two mounts of one source with `--cache always`: each shows the other's changes, and unchanged files cost nothing.
+//! Two mounts of one source with `--cache always`: each shows the other's changes, and unchanged files cost no requests.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -14,9 +14,9 @@ use rustix::process::{Signal, kill_process};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
-/// What the sides of a storm may take longer than they should, in parts.
+/// The tolerated delay of either side of a storm.
 const LATE: Duration = Duration::from_millis(500);
-/// What a whole test may take.
+/// The time limit of a test.
 const LIMIT: Duration = Duration::from_secs(120);
 
 fn changes(cells: [&str; 2]) {
@@ -73,7 +73,7 @@ fn contents(root: &Path) -> BTreeMap<String, Vec<u8>> {
     all
 }
 
-/// Renames, removals and writes of the same few names through both mounts, each of which the other is told of.
+/// Renames, removals and writes of the same few names through both mounts, each with a notification to the other.
 fn storm(cells: [&str; 2], seconds: u64) {
     let [one, two]: [Cell; 2] = cells.map(|name| name.parse().unwrap());
     let Some(pair) = Pair::new([&one, &two], LIMIT + Duration::from_secs(seconds)) else { return };
@@ -123,16 +123,16 @@ fn storms_for_long() {
     storm(["mem_passthrough_always", "mem_uring_always"], 20);
 }
 
-/// Files to look at.
+/// The number of files.
 const FILES: u32 = 200;
-/// Looks at each.
+/// The number of `stat` calls per file.
 const LOOKS: u32 = 200;
-/// How much longer than on a local file system a look may take: there is no more to do but to look at two time limits, some 1.1.
+/// The maximum ratio of a cached `stat` to one on a local file system: it only checks two time limits more, about 1.1.
 const RATIO_MAX: f64 = 1.5;
-/// The machine may be busy, and busier with one than with the other.
+/// Further rounds, because the machine may be busy during one of the two.
 const TRIES: usize = 5;
 
-/// How long a look at a file takes in each of these folders: medians of rounds over all files, in turn.
+/// Returns the time of a `stat` in each of these folders: medians over alternating rounds.
 fn look(folders: [&Path; 2]) -> [Duration; 2] {
     let paths = folders.map(|at| (0..FILES).map(|number| at.join(format!("file{number}"))).collect::<Vec<_>>());
     let mut took = [Vec::new(), Vec::new()];
@@ -151,7 +151,7 @@ fn look(folders: [&Path; 2]) -> [Duration; 2] {
     })
 }
 
-/// What was looked at once costs no request, for the server does not even run; and no time to speak of.
+/// A cached `stat` sends no request, because the server is stopped, and takes hardly longer than on tmpfs.
 fn cached_stat(cell: &Cell) {
     let Some(mounted) = Mounted::new(cell) else { return };
     let local = folder(Place::Memory);
@@ -199,7 +199,7 @@ fn past_the_server(cell: &Cell) {
 
 on_cells!(past_the_server: quick [mem_passthrough, dir_passthrough] long [mem_passthrough_none, dir_passthrough_always]);
 
-/// Where nobody tells the mount what others delete, it keeps that in mind; its bytes are given back nevertheless.
+/// A mount without notifications keeps deleted files cached; their space is freed nevertheless.
 #[test]
 fn files_deleted_by_others_release_their_space() {
     let cell: Cell = "dir_devfuse_always".parse().unwrap();
@@ -223,10 +223,10 @@ fn files_deleted_by_others_release_their_space() {
     mounted.finish();
 }
 
-/// Whoever shares a mount again cannot count on its file handles: Linux finds by them what it still has, and no more.
+/// File handles of a mount that is shared again are unreliable: Linux finds only cached inodes by them.
 #[test]
 fn files_shared_again_stay_open() {
-    /// Longer than what was used but once stays open elsewhere.
+    /// Longer than a file that was used once stays open.
     const SEVERAL_TURNS: Duration = Duration::from_secs(11);
     let cell: Cell = "mem_devfuse".parse().unwrap();
     let Some(mounted) = Mounted::new(&cell) else { return };

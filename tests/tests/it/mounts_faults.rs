@@ -14,10 +14,10 @@ use tempfile::TempDir;
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
-/// Longer than anything here takes that does not hang.
+/// The time limit of each step; a longer step hangs.
 const SOON: Duration = Duration::from_secs(30);
 
-/// The sentence of a mount that is refused.
+/// Returns the error of a refused mount.
 #[track_caller]
 fn sentence(ran: &GuestResult) -> &str {
     let text = ran.err.trim_end();
@@ -27,7 +27,7 @@ fn sentence(ran: &GuestResult) -> &str {
     text
 }
 
-/// A folder on a disk and, in it, one to mount on; `None` where nobody can mount.
+/// A folder on a disk with a mount point; `None`: mounts are impossible here.
 fn mountpoint() -> Option<(TempDir, PathBuf)> {
     if let Some(why) = missing() {
         ferry_skip::skip!("{why}");
@@ -39,7 +39,7 @@ fn mountpoint() -> Option<(TempDir, PathBuf)> {
     Some((folder, at))
 }
 
-/// Mounts in the background, as users do; the outcome of the command.
+/// Mounts in the background, as users do; returns the outcome of the command.
 fn mount(source: &str, mountpoint: &Path, before: &[&str]) -> GuestResult {
     let mut words: Vec<PathBuf> = before.iter().map(PathBuf::from).collect();
     words.extend([program().into(), "mount".into(), source.into(), mountpoint.into()]);
@@ -47,7 +47,7 @@ fn mount(source: &str, mountpoint: &Path, before: &[&str]) -> GuestResult {
 }
 
 #[test]
-fn places_that_do_not_do() {
+fn unsuitable_mount_points_are_refused() {
     let Some((folder, _)) = mountpoint() else { return };
     let place = |name: &str| folder.path().join(name);
     fs::write(place("file"), "").unwrap();
@@ -76,7 +76,7 @@ fn places_that_do_not_do() {
 }
 
 #[test]
-fn a_place_that_is_taken() {
+fn a_used_mount_point_is_refused() {
     let cell: Cell = "mem_devfuse".parse().unwrap();
     let Some(mounted) = Mounted::new(&cell) else { return };
     fs::write(mounted.site.path.join("file"), "still here").unwrap();
@@ -87,10 +87,10 @@ fn a_place_that_is_taken() {
 }
 
 #[test]
-fn in_the_background() {
+fn a_background_mount_is_ready_at_once() {
     let Some((_folder, at)) = mountpoint() else { return };
     mount("mem", &at, &[]).ok();
-    // It is there as soon as the command has returned.
+    // It exists when the command returns.
     assert!(mount_entry(&at).is_some_and(|entry| entry.contains("fuse.ferry")));
     fs::write(at.join("file"), "text").unwrap();
     assert_eq!(fs::read_to_string(at.join("file")).unwrap(), "text");
@@ -99,9 +99,9 @@ fn in_the_background() {
 }
 
 #[test]
-fn without_the_device() {
+fn a_missing_device_is_an_error() {
     let Some((_folder, at)) = mountpoint() else { return };
-    // A device folder of its own, as in a container.
+    // A separate device folder, as in a container.
     let script = "mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && exec \"$@\"";
     let ran = mount("mem", &at, &["unshare", "-m", "sh", "-euc", script, "sh"]);
     let text = sentence(&ran);
@@ -109,15 +109,15 @@ fn without_the_device() {
     assert_nothing_left(&at);
 }
 
-/// With ever more descriptors a mount is refused, with a sentence, until there are enough.
+/// With increasing limits of descriptors a mount is refused with an error, until the limit suffices.
 #[test]
-fn too_few_descriptors() {
+fn too_few_descriptors_are_an_error() {
     let Some((_folder, at)) = mountpoint() else { return };
     let (mut refused, mut worked) = (0, 0);
     for limit in (6..=64).step_by(2) {
         let ran = mount("mem", &at, &["prlimit", &format!("--nofile={limit}:{limit}")]);
         if ran.status == 0 {
-            // What could be mounted can be used, too.
+            // A successful mount works.
             fs::write(at.join("file"), "text").unwrap();
             assert_eq!(fs::read_to_string(at.join("file")).unwrap(), "text");
             unmount(&at);
@@ -157,7 +157,7 @@ fn killed(cell: &Cell) {
     let mut load = load(&mounted.site);
     std::thread::sleep(Duration::from_millis(700));
     for child in &mut load {
-        assert!(child.try_wait().unwrap().is_none(), "{cell}: the load has ended by itself: {}", mounted.said());
+        assert!(child.try_wait().unwrap().is_none(), "{cell}: the load has ended early: {}", mounted.said());
     }
     let socket = PathBuf::from("/run/ferry").join(mounted.server().pid().as_raw_nonzero().to_string());
     assert!(socket.exists(), "{cell}: no control socket {}", socket.display());
@@ -172,7 +172,7 @@ fn killed(cell: &Cell) {
     let error = |error: std::io::Error| error.raw_os_error().unwrap();
     assert_eq!(error(fs::metadata(at.join("kept")).unwrap_err()), libc::ENOTCONN, "{cell}: a lookup");
     assert_eq!(error(fs::write(at.join("new"), "").unwrap_err()), libc::ENOTCONN, "{cell}: a new file");
-    // Somebody still has a file of the dead mount, and the next one is put in its place all the same.
+    // A file of the dead mount is still open, and the next mount replaces it nevertheless.
     let next = Mounted::again(*cell, &at, &options);
     if cell.source == Source::Mem {
         assert_eq!(fs::read_dir(&at).unwrap().count(), 0, "{cell}: memory outlived its server");
@@ -192,9 +192,9 @@ fn killed(cell: &Cell) {
 on_cells!(killed: quick [mem_uring, mem_devfuse, dir_passthrough, pmem_uring, ninep_devfuse]
     long [dir_uring, dir_devfuse, mem_passthrough, pmem_devfuse, mem_uring_always]);
 
-/// What ends a mount beside `umount`: the signals, during which files are open.
+/// Signals end a mount, also with open files.
 #[test]
-fn ended_by_a_signal() {
+fn signals_end_a_mount() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let cell: Cell = "mem_devfuse".parse().unwrap();
         let Some(mounted) = Mounted::new(&cell) else { return };
@@ -208,7 +208,7 @@ fn ended_by_a_signal() {
     }
 }
 
-/// A second process's flags that make no sense are refused before anything is mounted.
+/// Unavailable features are refused before anything is mounted.
 #[test]
 fn unavailable_features_are_reported() {
     let Some((folder, at)) = mountpoint() else { return };

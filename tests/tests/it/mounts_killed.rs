@@ -1,5 +1,4 @@
-//! Servers that are killed while they notify the kernel of changes: such a thread may be unable to end before the mount
-//! does.
+//! Servers that are killed while they notify the kernel of changes. Such a thread may be unable to end before the mount.
 
 use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt;
@@ -13,14 +12,14 @@ use tempfile::TempDir;
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
-/// How often a server is killed: that it is held up is a matter of luck.
+/// The number of kills: only some hit a blocked notification.
 const ROUNDS: u32 = 20;
-/// Callers on each mount, all in the same few folders.
+/// The number of callers on each mount, all in the same few folders.
 const CALLERS: u32 = 3;
-/// How long the end of a killed server, and of whoever waits for it, may take. It takes milliseconds where there is a CPU
-/// for it; what hangs does so until the connection is aborted.
+/// The maximum time until a killed server and its callers have ended. It usually takes milliseconds; a hang lasts until the
+/// connection is aborted.
 const SOON: Duration = Duration::from_secs(30);
-/// What one round may take. Then a watchdog aborts the connections, so that [`SOON`] must be over before.
+/// The maximum time of a round, longer than [`SOON`]. After that a watchdog aborts the connections.
 const LIMIT: Duration = Duration::from_secs(180);
 const TICK: Duration = Duration::from_millis(5);
 
@@ -38,10 +37,10 @@ fn storm(pair: &Pair) -> Vec<Child> {
 #[track_caller]
 fn assert_dead(mountpoint: &Path, end: Instant) {
     let outside = Site::on_host(Path::new("/"));
-    for (what, script) in [("a look at the whole", "exec stat -f \"$0\""), ("a new file", ": > \"$0/new\"")] {
+    for (what, script) in [("a statfs", "exec stat -f \"$0\""), ("a new file", ": > \"$0/new\"")] {
         loop {
             let ran = outside.run(Command::new("sh").args(["-c", script]).arg(mountpoint).env("LC_ALL", "C"), SOON);
-            assert_ne!(ran.status, 0, "{what}: a dead server has answered: {ran:?}");
+            assert_ne!(ran.status, 0, "{what}: a dead server has replied: {ran:?}");
             if ran.err.contains("endpoint is not connected") {
                 break;
             }
@@ -51,7 +50,7 @@ fn assert_dead(mountpoint: &Path, end: Instant) {
     }
 }
 
-/// The controls of all connections, wherever the host has them.
+/// The control file system of FUSE connections, in a separate mount.
 struct Controls(TempDir);
 
 impl Controls {
@@ -62,7 +61,7 @@ impl Controls {
         Self(folder)
     }
 
-    /// What is there of a connection. Numbers are used again, also by mounts of others; this is not.
+    /// Returns the identity of a connection: unlike its number, it is never reused.
     fn find(&self, number: &OsStr) -> Option<u64> {
         std::fs::metadata(self.0.path().join(number)).map(|found| found.ino()).ok()
     }
@@ -104,7 +103,7 @@ fn kill(pair: &Pair, children: &mut [Child]) -> Duration {
         let next = Mounted::again(cell, path, &MountOptions { limit: LIMIT, ..MountOptions::default() });
         std::fs::write(path.join("file"), "text").unwrap();
         assert_eq!(std::fs::read_to_string(path.join("file")).unwrap(), "text");
-        // Which also looks for processes that name the mount point: the guardians do.
+        // It also searches for processes that name the mount point, as guardians do.
         next.finish();
     }
     let left = || controls.iter().filter(|(found, number)| all.find(number) == Some(*found)).count();

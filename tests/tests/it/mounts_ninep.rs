@@ -13,9 +13,9 @@ use ferry_tests::{Place, folder};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use tempfile::TempDir;
 
-/// Names, and attributes of what nobody opens, are kept for a second with `--cache auto`.
+/// With `--cache auto`, names and attributes of unopened files are cached for a second.
 const AGED: Duration = Duration::from_millis(1100);
-/// Longer than anything here takes that does not hang.
+/// The time limit of each step; a longer step hangs.
 const SOON: Duration = Duration::from_secs(30);
 const MIB: usize = 1 << 20;
 
@@ -33,7 +33,7 @@ fn mount(server: &NinePServer, name: &str) -> Option<Mounted> {
     Mounted::of_server(server, &cell(name), &MountOptions::default())
 }
 
-/// Bytes that tell where they belong.
+/// Returns bytes that depend on their position.
 fn pattern(seed: u32, bytes: usize) -> Vec<u8> {
     (0..u32::try_from(bytes).unwrap())
         .map(|n| (n.wrapping_add(seed << 20).wrapping_mul(2_654_435_761) >> 13).to_le_bytes()[0])
@@ -45,7 +45,7 @@ fn an_open_sees_files_closed_on_another_mount() {
     let modes = [
         ("ninep_devfuse_none", Duration::ZERO),
         ("ninep_devfuse", AGED),
-        // Linux's own cache of writes would have it go by its own length.
+        // With Linux's writeback cache the kernel would trust its own length.
         ("ninep_devfuse_auto_writeback", AGED),
     ];
     for (name, age) in modes {
@@ -55,12 +55,12 @@ fn an_open_sees_files_closed_on_another_mount() {
         let paths = [&one.site.path, &two.site.path];
         for round in 0..2 {
             let (writer, reader) = (paths[round], paths[1 - round]);
-            // The second is as long as the first, so that its length tells nothing.
+            // The second is as long as the first, so that the length is no evidence.
             for (number, bytes) in [300_000, 300_000, 500_000, 7].into_iter().enumerate() {
                 let text = pattern(u32::try_from(round * 10 + number).unwrap(), bytes);
                 let _ = fs::metadata(reader.join("file"));
                 fs::write(writer.join("file"), &text).unwrap();
-                // At once, though a length was just told: it is asked for with each open.
+                // At once, although the length was just requested: each open requests it.
                 assert!(fs::read(reader.join("file")).unwrap() == text, "{name}, round {round}, {number}");
                 assert_eq!(fs::metadata(reader.join("file")).unwrap().len(), bytes as u64, "{name}");
             }
@@ -79,8 +79,8 @@ fn an_open_sees_files_closed_on_another_mount() {
     }
 }
 
-/// Who reads a file that he has open sees what was closed by others only when he opens it again, but what was written under
-/// a lock as soon as he has the lock.
+/// A reader with an open file sees files closed by others only after another open, but writes under a lock as soon as it has the
+/// lock.
 #[test]
 fn a_lock_shows_earlier_writes_under_it_elsewhere() {
     let (_folder, server) = served();
@@ -113,7 +113,7 @@ fn a_lock_shows_earlier_writes_under_it_elsewhere() {
         lock(writer, FlockOperation::Unlock);
         lock(reader, FlockOperation::LockShared);
         let mut bytes = vec![0; 10 + usize::from(round)];
-        // By one read: where the file ends now is to be seen, too.
+        // By a single read, which must see the new end, too.
         assert_eq!(reader.read_at(&mut bytes, 0).unwrap(), bytes.len(), "round {round}");
         assert!(bytes.iter().all(|byte| *byte == round), "round {round}: {bytes:?}");
         lock(reader, FlockOperation::Unlock);
@@ -123,7 +123,7 @@ fn a_lock_shows_earlier_writes_under_it_elsewhere() {
     two.finish();
 }
 
-/// Takes or gives up a lock; waits for it.
+/// Takes (with a wait) or releases a lock.
 fn lock(file: &File, operation: FlockOperation) {
     loop {
         match fcntl_lock(file, operation) {
@@ -134,7 +134,7 @@ fn lock(file: &File, operation: FlockOperation) {
     }
 }
 
-/// With `--cache always` nothing that was seen once is asked for again, while it is open.
+/// With `--cache always` cached data of open files is not requested again.
 #[test]
 fn cached_data_need_no_server() {
     let (_folder, server) = served();
@@ -157,9 +157,9 @@ fn cached_data_need_no_server() {
     mounted.finish();
 }
 
-/// Callers at once, each with a file of its own and places in one that all share.
+/// Concurrent callers, each with its own file and its own slots in a shared file.
 const CALLERS: u32 = 16;
-/// The length of each place.
+/// The length of each slot in bytes.
 const SLOT: usize = 10_000;
 
 fn caller(number: u32, at: &Path, shared: &File) -> io::Result<()> {
@@ -207,23 +207,23 @@ fn many_callers_do_not_interfere() {
     }
 }
 
-/// How long the records are.
+/// The length of records in bytes.
 const RECORD: usize = 512;
 
-/// What the programs of the next test have done so far.
+/// The progress of the programs of the next test.
 #[derive(Default)]
 struct Progress {
     over: AtomicBool,
-    /// Records that an fsync was answered for.
+    /// The number of records with a completed fsync.
     records: AtomicU64,
-    /// Files that were made, written, made durable and renamed.
+    /// The number of files that were created, written, synced and renamed.
     files: AtomicU64,
     errors: AtomicU64,
     reads: AtomicU64,
 }
 
 impl Progress {
-    /// Only EIO is an answer to what may have been lost.
+    /// Lost data may only cause EIO.
     fn take(&self, what: &str, outcome: io::Result<()>) -> bool {
         let Err(error) = outcome else { return true };
         assert_eq!(error.raw_os_error(), Some(libc::EIO), "{what}: {error}");
@@ -231,7 +231,7 @@ impl Progress {
         false
     }
 
-    /// Records, one after the other, each made durable.
+    /// Writes records one after another, each with an fsync.
     fn log(&self, at: &Path) {
         let file = File::options().create_new(true).write(true).open(at.join("log")).unwrap();
         let mut next = 0_u64;
@@ -245,7 +245,7 @@ impl Progress {
         }
     }
 
-    /// A file that nobody changes, in pieces, by the cache and past it.
+    /// Reads an unchanging file in pieces, with and without the cache.
     fn read(&self, at: &Path, text: &[u8]) {
         let file = File::open(at.join("text")).unwrap();
         let mut place = 0;
@@ -260,7 +260,7 @@ impl Progress {
         }
     }
 
-    /// Files that are made under one name and put into place under another.
+    /// Creates files under one name and renames them to another.
     fn make(&self, at: &Path) {
         let mut next = 0_u32;
         while !self.over.load(Ordering::Relaxed) {
@@ -271,7 +271,7 @@ impl Progress {
                 file.sync_all()?;
                 fs::rename(at.join("new"), at.join(format!("made{next}")))
             })();
-            // It may have been renamed although nobody was told.
+            // The rename may have happened although its reply was lost.
             if self.take("a file", made.or_else(|error| moved(at, next, &text).then_some(()).ok_or(error))) {
                 next += 1;
                 self.files.store(next.into(), Ordering::Relaxed);
@@ -280,7 +280,7 @@ impl Progress {
     }
 }
 
-/// Has the programs end, also when the test fails.
+/// Ends the programs, also when the test fails.
 struct StopGuard<'a>(&'a AtomicBool);
 
 impl Drop for StopGuard<'_> {
@@ -310,7 +310,7 @@ fn a_server_that_is_killed_and_started_again_loses_nothing_that_was_durable() {
                 std::thread::sleep(Duration::from_millis(300));
                 server.restart();
             }
-            // Each has gone on since.
+            // Each has made progress since.
             let now =
                 || [&progress.records, &progress.files, &progress.reads].map(|count| count.load(Ordering::Relaxed));
             let (before, end) = (now(), Instant::now() + SOON);
@@ -343,19 +343,19 @@ fn locks_outlive_the_server_and_not_the_mount() {
     let open = |mounted: &Mounted| File::options().read(true).write(true).open(mounted.site.path.join("file")).unwrap();
     let (first, second) = (open(&one), open(&two));
     let tries = || fcntl_lock(&second, FlockOperation::NonBlockingLockExclusive);
-    // What was closed and is not durable would be told by the next fsync.
+    // Errors of closed data that is not durable would be returned by the next fsync.
     first.sync_all().unwrap();
     lock(&first, FlockOperation::LockExclusive);
     assert_eq!(tries(), Err(rustix::io::Errno::AGAIN), "it is taken");
     server.restart();
-    // Who has it goes on, and has it again before anything else.
+    // The holder continues, and reclaims the lock before anything else.
     first.write_all_at(b"more", 0).unwrap();
     first.sync_all().unwrap();
     assert_eq!(tries(), Err(rustix::io::Errno::AGAIN), "it was taken again");
     lock(&first, FlockOperation::Unlock);
     tries().unwrap();
     lock(&second, FlockOperation::Unlock);
-    // A mount that dies gives its locks up.
+    // The end of a mount releases its locks.
     lock(&first, FlockOperation::LockExclusive);
     one.server().kill();
     let end = Instant::now() + SOON;

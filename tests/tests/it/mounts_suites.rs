@@ -18,7 +18,7 @@ const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 /// The number of the probe's checks: fewer lines mean that the program ended early.
 pub(crate) const CHECKS: usize = 72;
 
-/// Longer than any step of these takes with ten times as many busy processes as CPUs; what hangs is ended by it.
+/// The time limit of each step, enough with ten times as many busy processes as CPUs.
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// A mounted 9P server.
@@ -27,7 +27,7 @@ const NO_FALLOCATE: &str = "there is no fallocate in the protocol, and this chec
 const NOT_IDMAPPED: &str = "idmapped mounts are not asked for: see `probe_with_idmapped_mounts`";
 const NO_ACL: &str = "ACLs are attributes as others are: 9P does not say how they and new files' modes go together";
 
-/// Checks that fail on mounts: on which sources, which, why.
+/// Checks that fail on mounts: sources, check, reason.
 const FAILING: &[(&[Source], &str, &str)] = &[
     (&[Source::Dir, Source::Mem, Source::Pmem], "idmapped-mount", NOT_IDMAPPED),
     (NINEP, "idmapped-mount", NOT_IDMAPPED),
@@ -87,7 +87,7 @@ fn known_cases(source: Source) -> BTreeSet<String> {
     of_diod.flat_map(|(names, _)| *names).map(|name| (*name).to_owned()).collect()
 }
 
-/// As mount(8), which would ask the helper for `fuse.ferry` to remount, and that is mount.fuse, which mounts again.
+/// As mount(8), which would call the helper of `fuse.ferry` for a remount: mount.fuse, which mounts a second time.
 const MOUNT_WITHOUT_HELPERS: &str = "#!/bin/sh\nexec /bin/mount -i \"$@\"\n";
 
 /// Returns the checks that fail on a source.
@@ -150,14 +150,14 @@ fn probe(cell: &Cell) {
     mounted(cell, LIMIT, |mounted| probed(cell, mounted));
 }
 
-/// The same where the kernel keeps the locks, and tells of no close of a file that was opened for reading.
+/// The same with locks in the kernel, where closing a read-only file sends no request.
 #[test]
 fn probe_with_local_locks() {
     let cell: Cell = "dir_passthrough".parse().unwrap();
     mounted_with(&cell, &["--local-locks"], LIMIT, |mounted| probed(&cell, mounted));
 }
 
-/// Where the kernel names the caller only if something is made.
+/// With idmapped mounts the kernel sends the caller's ids only for creation.
 #[test]
 fn probe_with_idmapped_mounts() {
     const CHECKS: [&str; 12] = [
@@ -183,7 +183,7 @@ fn probe_with_idmapped_mounts() {
             assert_eq!(ran.out.lines().count(), CHECKS.len(), "{cell}: not to its end:\n{}\n{}", ran.out, ran.err);
             let expected = BTreeSet::from(["set-id-rules", "set-id-rules-of-ranges", "set-id-chown", "xattr-listed"]);
             assert_eq!(failed, expected, "{cell}:\n{}\n{}", ran.out, ran.err);
-            // Sgid that is no privilege may stay, and root loses what only root may keep; but nobody else keeps anything.
+            // Sgid without group execution may stay, and root may lose it, too; other users keep neither bit.
             for kept in ["stranger: 6", "stranger: 4", "member: 6", "member: 4"] {
                 assert!(!ran.out.contains(kept), "{cell}: {}", ran.out);
             }
@@ -213,7 +213,7 @@ fn fsx_of(cell: &Cell, weights: &str, count: u32, seed: u32) {
     });
 }
 
-/// Everything at once that the source has: 9P can make no holes.
+/// Runs all operations of the source concurrently; 9P cannot create holes.
 fn mixed(cell: &Cell) -> String {
     match cell.source {
         Source::NineP(_) => operations::MIXED.replace("punch_hole = 3\n", ""),
@@ -275,7 +275,7 @@ on_cells!(git: quick [dir_passthrough, mem_uring, pmem_devfuse, ninep_devfuse]
     long [dir_uring, dir_devfuse, mem_devfuse, mem_passthrough, pmem_uring, pmem_passthrough, mem_uring_always,
     ninep_devfuse_none, ninep_devfuse_always, diod_devfuse]);
 
-/// Builds the tree in a folder, and returns what came of it.
+/// Builds the tree in a folder; returns the results.
 fn build_in(site: &Site, files: u32, limit: Duration) -> Vec<(&'static str, String)> {
     tree::write_tree(&site.path.join("tree"), files).unwrap();
     site.sh(&format!("cd tree\n{}", tree::BUILD), limit).ok();
@@ -326,9 +326,9 @@ on_cells!(sqlite: quick [dir_uring, mem_devfuse, mem_passthrough, pmem_uring]
     long [dir_devfuse, dir_passthrough, mem_uring, pmem_devfuse, pmem_passthrough, dir_passthrough_none,
     mem_uring_none, mem_uring_always, ninep_devfuse, ninep_devfuse_none, ninep_devfuse_always]);
 
-/// What fails here is the tests' fault.
+/// A failure on the host is a fault of the tests.
 #[test]
-fn the_host_passes_them_too() {
+fn the_host_passes_all_suites() {
     for place in [Place::Disk, Place::Memory] {
         let folder = folder(place);
         let site = Site::on_host(folder.path());

@@ -1,4 +1,4 @@
-//! What users may do in a mount, or a guest, who are neither root nor the owner: no more than in the directory below.
+//! Permissions in a mount or guest of users who are neither root nor the owner: no more than in the shared directory.
 
 use std::fs::{self, File, Permissions};
 use std::io::{ErrorKind, Read};
@@ -23,11 +23,11 @@ use zerocopy::IntoBytes;
 
 const USER: u32 = 1000;
 const GROUP: u32 = 3000;
-/// How long a race is run.
+/// The duration of a race.
 const RACE: Duration = Duration::from_secs(2);
 const ROADS: [Transport; 2] = [Transport::Auto, Transport::Passthrough];
 
-/// Everything that the kernel may keep, it keeps: what others do is not told.
+/// A mount with everything cached, and without notifications of other changes.
 fn cached(road: Transport, args: &[&str]) -> Option<Mounted> {
     let cell = Cell { source: Source::Dir, road, cache: "auto", writeback: false };
     let mut keeps = vec!["--entry-timeout", "30", "--attr-timeout", "30", "--watch", "never"];
@@ -40,7 +40,7 @@ fn cached(road: Transport, args: &[&str]) -> Option<Mounted> {
     Some(mounted)
 }
 
-/// Runs `act` as this user, in a thread of its own, which has no capabilities then.
+/// Runs `act` as this user, on a separate thread without capabilities.
 fn as_user<T: Send>(uid: u32, gid: u32, act: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let run = || {
@@ -58,7 +58,7 @@ fn kind<T>(result: std::io::Result<T>) -> Result<(), Errno> {
     result.map(drop).map_err(|error| Errno::from_io_error(&error).unwrap())
 }
 
-/// A file of this user's with this mode, put in the place of whatever has the name, as others would do it.
+/// Replaces a name by a file of this user with this mode, as another process would.
 fn put(path: &Path, uid: u32, mode: u32) {
     let draft = path.with_file_name(".draft");
     fs::write(&draft, "secret").unwrap();
@@ -94,7 +94,7 @@ fn flags_of_files_are_set_through_a_mount_by_their_owner_and_by_root() {
             let now = || ioctl_flags::<GETFLAGS>(&File::open(&below).unwrap(), 0).unwrap() & 0xffff_ffff;
             let old = now();
             let try_all = || {
-                // By a descriptor that only reads; the numbers of 32-bit programs pass nobody's check.
+                // Through a read-only descriptor; the commands of 32-bit programs are refused for all users.
                 let file = File::open(&path).unwrap();
                 let long = [NO_DUMP, IMMUTABLE, APPEND].map(|flag| {
                     let set = ioctl_flags::<SETFLAGS>(&file, old | flag).map(drop);
@@ -117,7 +117,7 @@ fn flags_of_files_are_set_through_a_mount_by_their_owner_and_by_root() {
     }
 }
 
-/// What a guest's kernel before Linux 5.13 sends for any of its users.
+/// The request that guests before Linux 5.13 send for any of their users.
 #[test]
 fn flags_of_files_are_set_by_a_guest_for_their_owner_and_for_root() {
     let share = Share::new(Cache::Auto);
@@ -143,7 +143,7 @@ fn flags_of_files_are_set_by_a_guest_for_their_owner_and_for_root() {
         for (flag, may) in [(NO_DUMP, may), (IMMUTABLE, may_all), (APPEND, may_all)] {
             for flags in [old | flag, old] {
                 let set = ioctl(uid, SETFLAGS, &u32::try_from(flags).unwrap().to_ne_bytes(), 0);
-                // What is not there may be left out.
+                // Unsupported flags may be missing.
                 let may = if flags == old && flag != NO_DUMP { may || uid == USER } else { may };
                 assert_eq!(set, outcome(may), "{uid}, {flag:x}");
             }
@@ -162,7 +162,7 @@ fn connect(share: &Share, flags: InitFlags) -> Driver {
     driver
 }
 
-/// Opens a file as `open(O_CREAT)` does that is not to be the first.
+/// Opens a file with `O_CREAT`, after another process has created it.
 fn open_or_make(path: &Path) -> std::io::Result<File> {
     File::options().read(true).write(true).create(true).truncate(false).open(path)
 }
@@ -175,7 +175,7 @@ fn files_created_since_the_kernels_lookup_are_checked_at_open() {
         for (name, mode, outcome) in [("secret", 0o600, Err(Errno::ACCESS)), ("shown", 0o666, Ok(()))] {
             let (path, below) = at(name);
             let truncate = || File::options().write(true).create(true).truncate(true).open(&path);
-            // The kernel keeps in mind that there is none.
+            // The kernel caches that the name does not exist.
             assert_eq!(fs::metadata(&path).unwrap_err().kind(), ErrorKind::NotFound);
             put(&below, 0, mode);
             assert_eq!(as_user(USER, USER, || kind(open_or_make(&path))), outcome, "{road:?}, {name}");
@@ -192,7 +192,7 @@ fn files_created_since_the_kernels_lookup_are_checked_at_open() {
     }
 }
 
-/// A file comes, and stays, while others open it with `O_CREAT`.
+/// A file is created while others open it with `O_CREAT`.
 #[test]
 fn opening_a_file_created_concurrently_succeeds() {
     let Some(mounted) = cached(Transport::Auto, &["--negative-timeout", "0"]) else { return };
@@ -204,7 +204,7 @@ fn opening_a_file_created_concurrently_succeeds() {
         }
     }
     let (done, round) = (AtomicBool::new(false), AtomicUsize::new(0));
-    // One in ten is root's alone.
+    // One in ten is accessible to root only.
     let is_roots = |path: &Path| path.as_os_str().as_encoded_bytes().ends_with(b"7");
     let name = |round: usize| format!("f{}", round / 8);
     let (mut opened, mut refused) = (0, 0);
@@ -212,7 +212,7 @@ fn opening_a_file_created_concurrently_succeeds() {
         let _stop = Stop(&done);
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
-                // In the middle of what the other one does in this round.
+                // During the other thread's work in this round.
                 let path = mounted.below.join(name(round.load(Ordering::Relaxed)));
                 if !path.exists() {
                     put(&path, 0, if is_roots(&path) { 0o600 } else { 0o666 });
@@ -249,7 +249,7 @@ fn read(file: &File) -> String {
     text
 }
 
-/// A directory in which users may not remove each other's files, and one of the user's that the kernel knows.
+/// Creates a sticky directory with a file of the user that the kernel has cached.
 fn sticky(mounted: &Mounted, number: usize) -> (PathBuf, PathBuf) {
     let dir = format!("tmp{number}");
     let (path, below) = (mounted.site.path.join(&dir), mounted.below.join(&dir));
@@ -279,17 +279,17 @@ fn sticky_directories_protect_files_replaced_meanwhile() {
             let (path, below) = sticky(&mounted, number);
             put(&below.join("mine"), 0, 0o600);
             let roots = fs::metadata(below.join("mine")).unwrap().ino();
-            // As in the directory itself.
+            // The same as in the directory itself.
             assert_eq!(as_user(USER, USER, || kind(act(&below))), Err(Errno::PERM), "{what}");
             assert_eq!(as_user(USER, USER, || kind(act(&path))), Err(Errno::PERM), "{road:?}, {what}");
             assert_eq!(fs::metadata(below.join("mine")).unwrap().ino(), roots, "{road:?}, {what}");
-            // Root may all the same, and the user with what is its own.
+            // Root may, and the user with its own files.
             assert_eq!(kind(act(&path)), Ok(()), "{road:?}, {what}, root");
             let (path, below) = sticky(&mounted, 10 + number);
             put(&below.join("mine"), USER, 0o600);
             assert_eq!(as_user(USER, USER, || kind(act(&path))), Ok(()), "{road:?}, {what}, its own");
         }
-        // A directory in the place of a directory.
+        // A directory replaced by a directory.
         let (path, below) = sticky(&mounted, 20);
         let replace = |uid| {
             fs::create_dir(below.join("draft")).unwrap();
@@ -301,7 +301,7 @@ fn sticky_directories_protect_files_replaced_meanwhile() {
         replace(0);
         assert_eq!(as_user(USER, USER, || kind(fs::remove_dir(path.join("dir")))), Err(Errno::PERM), "{road:?}");
         assert!(below.join("dir").exists(), "{road:?}");
-        // A name that the kernel believes to be free.
+        // A name that the kernel has cached as absent.
         assert_eq!(fs::metadata(path.join("free")).unwrap_err().kind(), ErrorKind::NotFound);
         put(&below.join("free"), 0, 0o600);
         let over = || kind(fs::rename(path.join("own"), path.join("free")));
@@ -311,7 +311,7 @@ fn sticky_directories_protect_files_replaced_meanwhile() {
     }
 }
 
-/// Not root, and may all the same: the server does not know why, and the kernel does.
+/// A user with a capability that only the client's kernel knows.
 #[test]
 fn the_capability_overrides_sticky_directories() {
     let Some(mounted) = cached(Transport::Auto, &[]) else { return };
@@ -333,8 +333,8 @@ fn the_capability_overrides_sticky_directories() {
     mounted.finish();
 }
 
-/// An ACL that gives the owning group nothing, though the mask, which Linux shows as the group's permissions, would let it read and write;
-/// and one that takes everything from a user whom others are not.
+/// An ACL without permissions for the owning group, although the mask, which Linux shows as the group's permissions, allows reads and
+/// writes; and one that denies everything to a user, but not to others.
 fn files_with_acls(dir: &Path) -> bool {
     const NOBODY: u32 = u32::MAX;
     let acl = |entries: &[(u16, u16, u32)]| {
@@ -386,7 +386,7 @@ fn mounts_without_acls_grant_no_more_than_the_acl() {
                     assert_eq!(opened, Err(Errno::ACCESS), "{args:?}, {lists_first}, {name}, {}", dir.display());
                 }
             }
-            // Root, and the owner's part of the mode, are as ever.
+            // Root and the owner's permissions are unaffected.
             assert_eq!(fs::read(mounted.site.path.join("group")).unwrap(), b"secret");
             let mode = fs::metadata(mounted.site.path.join("group")).unwrap().mode() & 0o777;
             assert_eq!(mode, if args.is_empty() { 0o660 } else { 0o600 }, "{args:?}");
@@ -401,7 +401,7 @@ fn modes_for_guests_without_acls_grant_no_more_than_the_acl() {
     let plain = Options { cache: Cache::Auto, ..Options::default() };
     for (options, flags, shown) in [
         (plain.clone(), INIT_FLAGS | acl, [0o660, 0o664]),
-        // The guest's kernel has none; they are not offered; there are no extended attributes at all.
+        // Three cases: the guest's kernel has no ACLs, they are not offered, or there are no extended attributes.
         (plain.clone(), INIT_FLAGS - acl, [0o600, 0o600]),
         (Options { posix_acl: Acl::Never, ..plain.clone() }, INIT_FLAGS | acl, [0o600, 0o600]),
         (Options { xattr: false, ..plain }, INIT_FLAGS | acl, [0o600, 0o600]),
@@ -425,7 +425,7 @@ fn modes_for_guests_without_acls_grant_no_more_than_the_acl() {
             }
         }
         assert!(listed.iter().any(|listed| listed.entry.is_some()), "no entry was listed");
-        // What its owner sets is what is set.
+        // A mode that the owner sets is set unchanged.
         let node = driver.lookup(ROOT, "group").unwrap().nodeid;
         let set = abi::SetattrIn { valid: abi::FATTR_MODE, mode: 0o640, ..abi::SetattrIn::ZERO };
         let set = driver.setattr(node, &set).unwrap().attr.mode;
@@ -434,13 +434,13 @@ fn modes_for_guests_without_acls_grant_no_more_than_the_acl() {
     }
 }
 
-/// How many files a guest makes at the same time as the host.
+/// The number of files that guest and host create concurrently.
 const FILES: usize = 300;
-/// How often a guest may look whether it is to go on.
+/// The maximum number of times that a guest polls for the signal to continue.
 const SIGNALS: usize = 600;
 
-/// What a guest's user tries, once the host has put files of root's in the place of what the guest knows; and the same files made by
-/// both at once.
+/// The script of a guest's user, after the host has replaced cached files by files of root; and files that both create
+/// concurrently.
 const IN_A_GUEST: &str = "
     as() { gid=$1; shift; setpriv --reuid 1000 --regid $gid --clear-groups sh -c \"$*\" 2>&1 || true; }
     as 1000 'cat tmp/mine >/dev/null; cat fresh 2>/dev/null'
@@ -452,7 +452,7 @@ const IN_A_GUEST: &str = "
     as 3000 'cat group; true >>group'
     as 1000 'i=0; while [ $i -lt 300 ]; do true >>race/f$i || echo f$i failed; i=$((i+1)); done'";
 
-/// Plays the host for [`IN_A_GUEST`], and looks at what is left; `None` where there are no ACLs.
+/// Makes the host's changes for [`IN_A_GUEST`], and checks the result; `None`: there are no ACLs.
 fn beside_a_guest(path: &Path, guest: impl FnOnce(&str) -> GuestResult) -> Option<String> {
     for (dir, mode) in [("tmp", 0o1777), ("race", 0o777)] {
         fs::create_dir(path.join(dir)).unwrap();
@@ -474,7 +474,7 @@ fn beside_a_guest(path: &Path, guest: impl FnOnce(&str) -> GuestResult) -> Optio
             until("ready");
             put(&path.join("tmp/mine"), 0, 0o600);
             put(&path.join("fresh"), 0, 0o600);
-            // A guest that caches everything asks for each name once.
+            // A guest that caches everything looks up each name once.
             (0..SIGNALS).for_each(|number| fs::write(path.join(format!("go{number}")), "").unwrap());
             for file in 1..FILES {
                 until(&format!("race/f{}", file - 1));
@@ -515,7 +515,7 @@ fn users_of_a_guest_by_9p_do_no_more_than_in_the_directory() {
     for mode in ["msize=1048576,cache=none", "msize=1048576,cache=loose"] {
         let Some(share) = NinePShare::with(Place::Disk, ferry_ninep::Options::default()) else { return };
         let Some(said) = beside_a_guest(&share.path, |script| share.sh(mode, script)) else { return };
-        // With `loose` Linux's client goes on believing that there is no such file, or which one it is.
+        // With `loose` Linux's client keeps its cached names.
         let is_loose = mode.ends_with("loose");
         let (error, denied) = if is_loose { ("Stale file handle", 2) } else { ("Operation not permitted", 5) };
         assert!(said.contains(&format!("cannot remove 'tmp/mine': {error}")), "{mode}: {said}");
