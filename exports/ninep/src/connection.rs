@@ -362,6 +362,10 @@ impl Connection {
         let blocked = sent.blocked && sent.broken.is_none();
         if interest.blocked != blocked {
             interest.blocked = blocked;
+            if blocked {
+                // The sender may be no thread of the hub.
+                self.hub.wind();
+            }
             if arms {
                 self.arm(&interest);
             }
@@ -430,6 +434,15 @@ impl Connection {
             self.hub.ensure_waiter();
         }
         drop(session);
+    }
+
+    /// Returns whether the client must do something in time, as far as no thread serves it.
+    pub(crate) fn has_deadline(&self) -> bool {
+        let may_be_silent_too_long = self.hub.share.options.limits.idle_timeout.is_some();
+        may_be_silent_too_long
+            || !self.attached.load(Ordering::Relaxed)
+            || lock(&self.inbox).since.is_some()
+            || lock(&self.exchange).outbox.blocked_since().is_some()
     }
 
     /// Returns why the connection must end, if it is too slow.

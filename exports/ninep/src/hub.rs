@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{BlockingPool, Monitor, MonitorHandle};
+use ferry_engine::{BlockingPool, IDLE_THREAD, Monitor, MonitorHandle};
 use ferry_vfs::sync::lock;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
@@ -63,6 +63,14 @@ pub struct Usage {
     pub buffered_bytes: usize,
 }
 
+/// What an idle thread does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum IdleThread {
+    Ends,
+    /// At most for so long.
+    Waits(Option<Duration>),
+}
+
 #[derive(Debug, Default)]
 struct Threads {
     count: usize,
@@ -88,6 +96,8 @@ pub(crate) struct Hub {
     clients: Arc<Clients>,
     /// A listener pauses until the next tick, for lack of descriptors.
     resting: AtomicBool,
+    /// The clock sleeps until [`Self::wind`]: there is no deadline, and no thread is about to create one.
+    calm: AtomicBool,
     /// Requests that wait for a limit, if there may be one.
     pub(crate) delayed: Option<Arc<DelayedRequests<worker::ParkedRequest>>>,
     /// Detects requests that delay the next ones of their connection.
@@ -130,6 +140,7 @@ impl Hub {
             stopping: AtomicBool::new(false),
             clients,
             resting: AtomicBool::new(false),
+            calm: AtomicBool::new(false),
             delayed,
             monitor_handle: MonitorHandle::default(),
             monitor: Mutex::default(),
@@ -184,16 +195,18 @@ impl Hub {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// Waits for the next event: its key and flags. `None` after the timeout.
-    pub(crate) fn wait(&self, timeout: Duration) -> io::Result<Option<(u64, EventFlags)>> {
-        let timeout = timeout.try_into().ok();
+    /// Waits for the next event: its key and flags. `None` after the timeout, if there is one.
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> io::Result<Option<(u64, EventFlags)>> {
+        let timeout = timeout.and_then(|timeout| timeout.try_into().ok());
         let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }];
         self.idle.fetch_add(1, Ordering::AcqRel);
         let outcome = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref());
-        self.idle.fetch_sub(1, Ordering::AcqRel);
+        // Before the look at `calm` in `wind`.
+        self.idle.fetch_sub(1, Ordering::SeqCst);
         match outcome {
             Ok(0) => Ok(None),
             Ok(_) => {
+                self.wind();
                 let [event] = events;
                 Ok(Some((event.data.u64(), event.flags)))
             }
@@ -231,13 +244,18 @@ impl Hub {
         }
     }
 
-    /// Called by an idle thread; returns whether it must end, which is then counted. The others may be blocked, so one
-    /// that waits for events must be left.
-    pub(crate) fn may_end(&self) -> bool {
+    /// Called by an idle thread; returns whether it must end, which is then counted, and otherwise how long it must wait before it
+    /// asks again. The others may be blocked, so one that waits for events must be left.
+    pub(crate) fn idle_thread(&self) -> IdleThread {
         let mut threads = lock(&self.threads);
-        let may = threads.count > THREADS_MIN && self.idle.load(Ordering::Acquire) > 0;
-        threads.count -= usize::from(may);
-        may
+        if threads.count <= THREADS_MIN {
+            return IdleThread::Waits(None);
+        }
+        if self.idle.load(Ordering::Acquire) == 0 {
+            return IdleThread::Waits(Some(IDLE_THREAD));
+        }
+        threads.count -= 1;
+        IdleThread::Ends
     }
 
     /// Called by a thread that ends because the hub stops.
@@ -336,13 +354,48 @@ impl Hub {
         held(Resource::Connections) + held(Resource::Entries) + held(Resource::Bytes) / HELD_BYTES
     }
 
+    /// Makes the clock look at deadlines again: there may be one now.
+    pub(crate) fn wind(&self) {
+        if self.calm.load(Ordering::SeqCst) && self.calm.swap(false, Ordering::SeqCst) {
+            // The clock looks at `calm` under this lock before it sleeps.
+            drop(lock(&self.threads));
+            self.thread_ended.notify_all();
+        }
+    }
+
+    /// Returns whether nothing needs the clock before the next [`Self::wind`]. A thread that wakes up after it was counted as idle
+    /// sees `calm`, and winds.
+    fn is_calm(&self, high_water: &HighWater) -> bool {
+        let threads = lock(&self.threads).count;
+        self.calm.store(true, Ordering::SeqCst);
+        let is_idle = self.idle.load(Ordering::SeqCst) == threads && !self.resting.load(Ordering::Acquire);
+        let connections = || lock(&self.connections).values().cloned().collect::<Vec<_>>();
+        let is_calm = is_idle
+            && high_water.is_settled(self.held())
+            && !connections().into_iter().any(|connection| connection.has_deadline());
+        if !is_calm {
+            self.calm.store(false, Ordering::SeqCst);
+        }
+        is_calm
+    }
+
+    /// Waits for the next look at deadlines; returns whether the hub has not stopped.
+    fn tick(&self, high_water: &HighWater) -> bool {
+        let is_calm = self.is_calm(high_water);
+        let mut threads = lock(&self.threads);
+        while is_calm && !threads.ended && self.calm.load(Ordering::SeqCst) {
+            threads = self.thread_ended.wait(threads).unwrap_or_else(PoisonError::into_inner);
+        }
+        if !threads.ended {
+            threads = self.thread_ended.wait_timeout(threads, TICK).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        !threads.ended
+    }
+
     /// Ends slow connections, and releases unused memory, until the hub stops.
     fn check_deadlines(self: Arc<Self>) {
         let mut high_water = HighWater::default();
-        let mut threads = lock(&self.threads);
-        while !threads.ended {
-            let (woken, _) = self.thread_ended.wait_timeout(threads, TICK).unwrap_or_else(PoisonError::into_inner);
-            drop(woken);
+        while self.tick(&high_water) {
             let now = Instant::now();
             let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
             for connection in connections {
@@ -350,7 +403,11 @@ impl Hub {
                     && let Some(session) = connection.close(Some(reason))
                 {
                     // The session's references return to the source, which may block.
-                    self.ends.run(move || drop(session));
+                    let hub = Arc::clone(&self);
+                    self.ends.run(move || {
+                        drop(session);
+                        hub.wind();
+                    });
                 }
             }
             if high_water.should_trim(self.held()) {
@@ -359,7 +416,6 @@ impl Hub {
             if self.resting.swap(false, Ordering::AcqRel) {
                 self.listeners.iter().enumerate().for_each(|(index, listener)| self.listen_again(index, listener));
             }
-            threads = lock(&self.threads);
         }
     }
 

@@ -47,7 +47,12 @@ impl HighWater {
         has_sunk || self.later == 1
     }
 
-    /// Returns whether to trim the heap now.
+    /// Returns whether nothing is to be trimmed as long as this is held.
+    pub(crate) fn is_settled(&self, held: usize) -> bool {
+        held == self.last && !self.is_waiting()
+    }
+
+    /// Returns whether the heap may have to be trimmed soon.
     fn is_waiting(&self) -> bool {
         self.later > 1 || self.most >= HELD_MIN && self.last <= self.most / 2
     }

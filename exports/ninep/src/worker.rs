@@ -14,7 +14,7 @@ use crate::carrier::Client;
 use crate::clients::Charge;
 use crate::connection::{Connection, ReceiveResult, TurnMemory};
 use crate::delayed_requests::{DelayedRequest, DelayedRequests};
-use crate::hub::{Hub, KEY_LIMIT, KEY_WAKE};
+use crate::hub::{Hub, IdleThread, KEY_LIMIT, KEY_WAKE};
 use crate::message::{Buffers, Message};
 use crate::rate::cost_bytes;
 use crate::request_table::{RejectedRequest, ReplyBytes, Ticket};
@@ -46,11 +46,13 @@ pub(crate) fn work(hub: &Arc<Hub>) {
     let (message, buffers, memory) = (Vec::new(), Buffers::default(), TurnMemory::default());
     let busy_poll = BusyPoll::new(hub.share.options.poll.clone());
     let mut thread = ServingThread { hub: Arc::clone(hub), post, busy_poll, message, buffers, memory };
+    let mut patience = Some(IDLE_THREAD);
     loop {
-        let event = thread.busy_poll.sleep(|| hub.wait(IDLE_THREAD));
+        let event = thread.busy_poll.sleep(|| hub.wait(patience));
         if hub.is_stopping() {
             break;
         }
+        patience = Some(IDLE_THREAD);
         match event {
             Ok(Some((KEY_WAKE, _))) => {}
             Ok(Some((KEY_LIMIT, _))) => serve_delayed(hub, &mut thread.buffers),
@@ -64,8 +66,9 @@ pub(crate) fn work(hub: &Arc<Hub>) {
             },
             Ok(None) => {
                 (thread.message, thread.buffers, thread.memory) = Default::default();
-                if hub.may_end() {
-                    return;
+                match hub.idle_thread() {
+                    IdleThread::Ends => return,
+                    IdleThread::Waits(time) => patience = time,
                 }
             }
             Err(error) => {

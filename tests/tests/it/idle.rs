@@ -16,8 +16,6 @@ const LIMIT: Duration = Duration::from_secs(30);
 const IDLE: Duration = Duration::from_secs(1);
 /// A disk looks each second whether its file has grown. Two such looks may be in one second.
 const DISK_WAKES_MAX: u64 = 2;
-/// A server of 9P on sockets looks each second which clients are too slow, with two sleeps each time.
-const NINEP_WAKES_MAX: u64 = 4;
 
 /// Tries until it succeeds.
 fn retry<T>(connect: impl Fn() -> Option<T>) -> T {
@@ -67,6 +65,7 @@ fn servers_of_idle_guests_sleep() {
     let [data, disk, fs, blk, device, unix] =
         [&data, &disk, &sockets[0], &sockets[1], &sockets[2], &sockets[3]].map(|path| path.to_str().unwrap());
     let version = [&21u32.to_le_bytes()[..], &[100, 255, 255], &8192u32.to_le_bytes(), b"\x08\x009P2000.L"].concat();
+    let attach = [&23u32.to_le_bytes()[..], &[104, 0, 0], &[0; 4], &[255; 4], &[0; 8]].concat();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             sleeps(&["share", data, "--virtiofs", fs], fs.as_ref(), 0, |socket| {
@@ -93,12 +92,17 @@ fn servers_of_idle_guests_sleep() {
             });
         });
         scope.spawn(|| {
-            sleeps(&["share", data, "--9p", &format!("unix:{unix}")], unix.as_ref(), NINEP_WAKES_MAX, |socket| {
+            sleeps(&["share", data, "--9p", &format!("unix:{unix}")], unix.as_ref(), 0, |socket| {
                 let mut stream = retry(|| UnixStream::connect(socket).ok());
                 stream.write_all(&version).unwrap();
                 let mut reply = [0; 21];
                 stream.read_exact(&mut reply).unwrap();
                 assert_eq!(reply[..4], version[..4]);
+                // One that does not attach is waited for.
+                stream.write_all(&attach).unwrap();
+                let mut reply = [0; 20];
+                stream.read_exact(&mut reply).unwrap();
+                assert_eq!(reply[..5], [20, 0, 0, 0, 105]);
                 Box::new(stream)
             });
         });

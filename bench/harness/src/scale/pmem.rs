@@ -179,6 +179,7 @@ fn measure_extents(place: &Place, folder: &Path, extents: u64) -> Result<Vec<f64
     for _ in 0..STEPS {
         data.clear();
         source.read(&cx, &at(any.below(extents), len), &mut data)?;
+        ensure!(data == block, "a block is not as it was written");
     }
     let read = us_each(begin, STEPS);
     let begin = Instant::now();
