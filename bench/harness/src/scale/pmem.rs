@@ -178,8 +178,8 @@ fn measure_extents(place: &Place, folder: &Path, extents: u64) -> Result<Vec<f64
     let begin = Instant::now();
     for _ in 0..STEPS {
         data.clear();
-        source.read(&cx, &at(any.below(extents), len), &mut data)?;
-        ensure!(data == block, "a block is not as it was written");
+        let found = source.read(&cx, &at(any.below(extents), len), &mut data)?;
+        ensure!(matches!(found, Data::Bytes(_)) && data == block, "a block is not as it was written: {found:?}");
     }
     let read = us_each(begin, STEPS);
     let begin = Instant::now();
