@@ -326,54 +326,21 @@ fn pods_start_and_end() {
     node.remove_all();
 }
 
-/// The DaemonSet is one to Kubernetes, and what it does to a node is what its unit needs.
+/// Kubernetes takes the DaemonSet, and its pods may do what `--install-to` needs (`unit.rs`).
 #[test]
 #[ignore = "long: make test-all"]
-fn the_daemon_set_installs() {
+fn the_daemon_set_installs_on_the_root_of_a_node() {
     let Some(reader) = built_by_go("cri", &["build", "-trimpath"], "./manifest", "manifest") else { return };
-    if !can_mount() {
-        return;
-    }
-    let dist = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist");
-    let manifest = fs::File::open(dist.join("kubernetes/ferry-snapshotter.yaml")).expect("it is there");
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/kubernetes/ferry-snapshotter.yaml");
+    let manifest = fs::File::open(manifest).expect("it is there");
     let output = Command::new(reader).stdin(manifest).output().expect("it starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let set: Value = serde_json::from_slice(&output.stdout).expect("it prints JSON");
     let pod = &set["spec"]["template"]["spec"];
     let install = &pod["initContainers"][0];
     assert_eq!((&pod["hostPID"], &install["securityContext"]["privileged"]), (&json!(true), &json!(true)));
-
-    // The image, on a node.
-    let image = tempfile::tempdir().expect("it can be made");
-    let at = |name: &str| image.path().join(name);
-    for folder in ["bin", "ferry", "node/usr/bin", "node/etc/systemd/system"] {
-        fs::create_dir_all(at(folder)).expect("it can be made");
-    }
-    let unit = "ferry-snapshotter.service";
-    let busybox = Cache::from_env().expect("there is a cache").uml().expect("it can be fetched").busybox;
-    for (from, to) in [(&*busybox, "bin/busybox"), (&dist.join("systemd").join(unit), &format!("ferry/{unit}"))] {
-        fs::copy(from, at(to)).expect("it can be copied");
-    }
-    for program in ["ferry", "ferry-snapshotter"] {
-        fs::write(at("ferry").join(program), program).expect("it can be written");
-    }
-    for applet in ["sh", "cp", "mv"] {
-        std::os::unix::fs::symlink("busybox", at("bin").join(applet)).expect("it can be made");
-    }
-    fs::write(at("bin/nsenter"), "#!/bin/sh\necho \"$@\" >>/asked\n").expect("it can be written");
-    fs::set_permissions(at("bin/nsenter"), fs::Permissions::from_mode(0o755)).expect("it is ours");
-    let words = ["command", "args"].map(|key| install[key].as_array().expect("it has both").clone());
-    let words = words.concat().into_iter().map(|word| word.as_str().expect("it is text").to_owned());
-    let mut install = Command::new("chroot");
-    install.arg(image.path()).args(["/bin/busybox", "env", "PATH=/bin"]).args(words);
-    let output = install.output().expect("it starts");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-
-    let installed = fs::read_to_string(at("node/etc/systemd/system").join(unit)).expect("it is installed");
-    let started = installed.lines().find_map(|line| line.strip_prefix("ExecStart=")).expect("a unit starts something");
-    assert_eq!(fs::read(at("node").join(&started[1..])).expect("it is installed"), b"ferry-snapshotter");
-    assert_eq!(fs::read(at("node/usr/bin/ferry")).expect("it is installed"), b"ferry");
-    let asked = fs::read_to_string(at("asked")).expect("systemd was asked");
-    let systemctl = ["daemon-reload", &format!("enable {unit}"), &format!("restart {unit}")];
-    assert_eq!(asked, systemctl.map(|words| format!("-t 1 -m -- systemctl {words}\n")).concat());
+    assert_eq!(install["command"], json!(["/usr/bin/ferry-snapshotter", "--install-to", "/node"]));
+    assert_eq!(install["volumeMounts"], json!([{ "name": "node", "mountPath": "/node" }]));
+    let [volume] = pod["volumes"].as_array().expect("there is a list").as_slice() else { panic!("{pod}") };
+    assert_eq!((&volume["name"], &volume["hostPath"]["path"]), (&json!("node"), &json!("/")));
 }
