@@ -59,7 +59,7 @@ test:
 	@CARGO='$(CARGO)' scripts/test
 
 test-all:
-	@scripts/setup disk xfs diod dbench erofs composefs umoci registry skopeo containerd crun packages packaging qemu-arm64
+	@scripts/setup disk xfs diod dbench erofs composefs umoci registry skopeo containerd crun podman podman-stable packages packaging qemu-arm64
 	@mkdir -p target
 	@CARGO='$(CARGO)' scripts/static
 	@CARGO='$(CARGO)' scripts/static aarch64 ferry/ferry ferry-agent/ferry-agent ferry-snapshotter/ferry-snapshotter ferry-tests/ferry-probe ferry-tests/ferry-watch

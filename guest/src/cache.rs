@@ -141,6 +141,16 @@ impl Cache {
         Ok(self.fetch("crun")?.join("bin/crun"))
     }
 
+    /// Returns a folder with the programs podman, conmon, crun and netavark.
+    pub fn podman(&self) -> Result<PathBuf> {
+        Ok(self.fetch("podman")?.join("bin"))
+    }
+
+    /// Returns the same of Debian 13.
+    pub fn podman_stable(&self) -> Result<PathBuf> {
+        Ok(self.fetch("podman-stable")?.join("bin"))
+    }
+
     /// Returns the program docker-registry.
     pub fn registry(&self) -> Result<PathBuf> {
         Ok(self.fetch("registry")?.join("bin/docker-registry"))
