@@ -6,6 +6,11 @@
 mod certificates;
 #[path = "../../../sources/image/tests/common/mod.rs"]
 mod common;
+#[path = "../../../ferry/tests/common/servers.rs"]
+#[allow(dead_code, missing_docs, reason = "a test uses a part")]
+mod servers;
+#[path = "../../../sources/image/tests/common/toc_layers.rs"]
+mod toc_layers;
 
 mod aarch64;
 mod architecture;
@@ -67,6 +72,7 @@ mod ninep_servers;
 mod packages;
 mod pjdfstest;
 mod pmem_dax;
+mod podman;
 mod programs;
 mod qemu;
 mod recipes;
