@@ -5,6 +5,7 @@ use std::sync::Arc;
 use ferry_vfs::sync::lock;
 use ferry_vfs::{
     Caller, Change, CreateArgs, Entry, Errno, Event, FileType, Handle, Ino, Name, NameBuf, OFlags, RenameFlags, Result,
+    SessionId,
 };
 use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Reply, Request, Step, Steps};
 
@@ -92,6 +93,17 @@ impl Shared {
         self.changes.publish(cx.session, || Change::Entry { dir: dir.ino, name: name.to_buf() });
     }
 
+    /// Calls `act` as [`Link::with_retry`](crate::link::Link::with_retry) does. If it is unknown whether names were changed, because the
+    /// connection was lost, clients revalidate them, the caller's too: its kernel has them as they were.
+    fn change_names<T>(&self, names: &[(&Inode, Name<'_>)], act: impl FnMut(&Arc<Session>) -> Outcome<T>) -> Result<T> {
+        self.link.with_retry(act).inspect_err(|errno| {
+            for (dir, name) in names.iter().filter(|_| *errno == Errno::IO) {
+                dir.change();
+                self.changes.publish(SessionId::default(), || Change::Unsure { dir: dir.ino, name: name.to_buf() });
+            }
+        })
+    }
+
     /// Publishes that this client made a name.
     fn publish_created(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, found: &Entry) {
         let (is_dir, ino) = (found.attr.kind() == FileType::Directory, Some(found.ino));
@@ -130,7 +142,7 @@ impl Shared {
     ) -> Result<Entry> {
         let dir = self.inodes.dir(dir)?;
         let group = self.group_in(&dir, cx)?;
-        self.link.with_retry(|session| {
+        self.change_names(&[(&dir, name)], |session| {
             let fid = self.callers_dir(session, cx, &dir)?;
             let message = session.send_one(request(fid.fid(), group)).wait(session)?;
             session.take(&message, |_| Some(()))
@@ -168,7 +180,7 @@ impl Shared {
         let dir = self.inodes.dir(dir)?;
         let (mode, flags) = (new.mode & !new.umask & PERMISSIONS, flags & CREATE_FLAGS);
         let (gid, _) = self.group_in(&dir, cx)?;
-        let (held, made, entry) = self.link.with_retry(|session| {
+        let (held, made, entry) = self.change_names(&[(&dir, name)], |session| {
             let fid = self.callers_dir(session, cx, &dir)?;
             let held = session.clone_of(fid.fid())?;
             let request = Request::Create { fid: held.fid(), name, flags, mode, gid };
@@ -203,7 +215,7 @@ impl Shared {
 
     pub(crate) fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let (inode, dir) = (self.inodes.get(ino)?, self.inodes.dir(dir)?);
-        self.link.with_retry(|session| {
+        self.change_names(&[(&dir, name)], |session| {
             let options = &self.link.options;
             let (fid, dir) = (inode.fid(session, options)?, dir.fid(session, options)?);
             session.tell(&Request::Link { dir: dir.fid(), fid: fid.fid(), name })
@@ -225,7 +237,7 @@ impl Shared {
 
     fn remove(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, is_dir: bool) -> Result<()> {
         let dir = self.inodes.dir(dir)?;
-        self.link.with_retry(|session| {
+        self.change_names(&[(&dir, name)], |session| {
             let fid = dir.fid(session, &self.link.options)?;
             session.at_or_else(
                 || session.tell(&Request::Unlinkat { dir: fid.fid(), name, is_dir }),
@@ -249,7 +261,7 @@ impl Shared {
             return Err(Errno::INVAL);
         }
         let (dir, new_dir) = (self.inodes.dir(from.0)?, self.inodes.dir(to.0)?);
-        self.link.with_retry(|session| {
+        self.change_names(&[(&dir, from.1), (&new_dir, to.1)], |session| {
             let options = &self.link.options;
             let (dir, new_dir) = (dir.fid(session, options)?, new_dir.fid(session, options)?);
             let (name, new_name) = (from.1, to.1);

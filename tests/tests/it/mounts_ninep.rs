@@ -15,6 +15,8 @@ use tempfile::TempDir;
 
 /// With `--cache auto`, names and attributes of unopened files are cached for a second.
 const AGED: Duration = Duration::from_millis(1100);
+/// After this time the kernel knows that a name must be looked up again. It is much shorter than `AGED`.
+const NOTIFIED: Duration = Duration::from_millis(100);
 /// The time limit of each step; a longer step hangs.
 const SOON: Duration = Duration::from_secs(30);
 const MIB: usize = 1 << 20;
@@ -260,7 +262,8 @@ impl Progress {
         }
     }
 
-    /// Creates files under one name and renames them to another.
+    /// Creates files under one name and renames them to another. After an error it is unknown whether names were
+    /// changed, and the kernel must look them up again although it caches names for longer.
     fn make(&self, at: &Path) {
         let mut next = 0_u32;
         while !self.over.load(Ordering::Relaxed) {
@@ -272,7 +275,11 @@ impl Progress {
                 fs::rename(at.join("new"), at.join(format!("made{next}")))
             })();
             // The rename may have happened although its reply was lost.
-            if self.take("a file", made.or_else(|error| moved(at, next, &text).then_some(()).ok_or(error))) {
+            let was_moved = |error| {
+                std::thread::sleep(NOTIFIED);
+                if moved(at, next, &text) { Ok(()) } else { Err(error) }
+            };
+            if self.take("a file", made.or_else(was_moved)) {
                 next += 1;
                 self.files.store(next.into(), Ordering::Relaxed);
             }

@@ -211,6 +211,54 @@ fn a_lost_connection_drops_all_caches() {
     seen.has_event(&Event::Attributes(place(made)));
 }
 
+/// The kernel of the caller has the names as they were, too.
+#[test]
+fn names_are_looked_up_again_when_it_is_unknown_whether_they_were_changed() {
+    type Act9p = fn(&Client, Ino) -> Result<()>;
+    let acts: [(&str, Act9p, &[&str]); 7] = [
+        ("mkdir", |client, _| client.mkdir(&CX, Ino::ROOT, name("d"), &common::dir(0o755)).map(drop), &["d"]),
+        ("mknod", |client, _| client.mknod(&CX, Ino::ROOT, name("n"), &common::file(0o644)).map(drop), &["n"]),
+        ("symlink", |client, _| client.symlink(&CX, Ino::ROOT, name("s"), b"to").map(drop), &["s"]),
+        (
+            "create",
+            |client, _| client.create(&CX, Ino::ROOT, name("c"), &common::file(0o644), OFlags::RDWR).map(drop),
+            &["c"],
+        ),
+        ("link", |client, file| client.link(&CX, file, Ino::ROOT, name("l")).map(drop), &["l"]),
+        ("unlink", |client, _| client.unlink(&CX, Ino::ROOT, name("f")), &["f"]),
+        (
+            "rename",
+            |client, _| {
+                let [from, to] = ["f", "g"].map(|text| (Ino::ROOT, name(text)));
+                client.rename(&CX, from, to, RenameFlags::empty())
+            },
+            &["f", "g"],
+        ),
+    ];
+    for (what, act, names) in acts {
+        let fake = Fake::new(|_, request| {
+            let changes_names = matches!(
+                request,
+                Request::Mkdir { .. }
+                    | Request::Mknod { .. }
+                    | Request::Symlink { .. }
+                    | Request::Create { .. }
+                    | Request::Link { .. }
+                    | Request::Unlinkat { .. }
+                    | Request::Renameat { .. }
+            );
+            changes_names.then_some(Act::HangUp)
+        });
+        let client = fake.connect(options(Cache::Auto)).unwrap();
+        let file = client.lookup(&CX, Ino::ROOT, name("f")).unwrap().ino;
+        let (seen, _listening) = listen(&client);
+        assert_eq!(act(&client, file), Err(Errno::IO), "{what}");
+        for text in names {
+            seen.has_change(&Change::Unsure { dir: Ino::ROOT, name: name(text).to_buf() });
+        }
+    }
+}
+
 #[test]
 fn servers_without_events_are_as_before() {
     let served = Served::new();
