@@ -3,14 +3,21 @@
 //! ```text
 //! filter   = selector *("," selector)              all of them must match
 //! selector = path [("==" | "!=") value]            without an operator: the field is present
+//!          | path "~=" (value | pattern)           a regular expression matches a part of the field
 //! path     = "name" | "parent" | "kind" | "labels" 1*("." field)
 //! field    = 1*(letter | digit | "_") | quoted
 //! value    = quoted | a run of characters other than "," and spaces
 //! quoted   = a string of Go in double quotes
+//! pattern  = the same between two "/" or two "|", with that quote as an escape
 //! ```
 //!
-//! A snapshot is listed if one of the filters matches, or there is none. What containerd has beside this (`~=` and its quotes) is
-//! refused by name, and so are fields that snapshots do not have.
+//! A snapshot is listed if one of the filters matches, or there is none. Fields that snapshots do not have are refused. So are
+//! expressions that cannot be compiled, of which containerd says that they match nothing.
+//!
+//! As in Go, `\w`, `\d`, `\s` and `\b` are of ASCII, and a match takes time in proportion to the expression and the value. Classes by
+//! Unicode property (`\pL`) are not known.
+
+use regex_lite::{Regex, RegexBuilder};
 
 use crate::api::{Info, Kind};
 use crate::error::{Error, Result};
@@ -19,6 +26,12 @@ use crate::error::{Error, Result};
 pub const FILTER_BYTES_MAX: usize = 16 << 10;
 /// The maximum number of filters in a call.
 pub const FILTERS_MAX: usize = 1024;
+/// The maximum number of regular expressions in a call: each is matched with each snapshot.
+pub const PATTERNS_MAX: usize = 16;
+/// The maximum size of a compiled expression in bytes: some hundred states, of which each may be visited for each byte of a value.
+const PATTERN_BYTES_MAX: usize = 32 << 10;
+/// The maximum depth of groups in an expression.
+const PATTERN_DEPTH_MAX: u32 = 16;
 
 /// Selects snapshots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,7 +59,28 @@ enum Condition {
     Present,
     Equal(String),
     NotEqual(String),
+    Matches(Pattern),
 }
+
+/// A compiled regular expression.
+#[derive(Clone, Debug)]
+struct Pattern(Regex);
+
+impl Pattern {
+    fn new(text: &str) -> Parsed<Self> {
+        let mut builder = RegexBuilder::new(text);
+        let built = builder.size_limit(PATTERN_BYTES_MAX).nest_limit(PATTERN_DEPTH_MAX).build();
+        built.map(Self).map_err(|error| format!("the regular expression {text:?} cannot be used: {error}"))
+    }
+}
+
+impl PartialEq for Pattern {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.as_str() == other.0.as_str()
+    }
+}
+
+impl Eq for Pattern {}
 
 impl Filter {
     /// Parses the filters of a call.
@@ -59,6 +93,7 @@ impl Filter {
             let count = filters.len();
             return Err(Error::InvalidArgument(format!("{count} filters are too many: {FILTERS_MAX} are possible")));
         }
+        let mut patterns = 0;
         let parsed = filters.iter().map(|filter| {
             let text = filter.as_ref();
             if text.len() > FILTER_BYTES_MAX {
@@ -67,12 +102,17 @@ impl Filter {
                     "a filter of {bytes} bytes is too long: {FILTER_BYTES_MAX} are possible"
                 )));
             }
-            let mut parser = Parser { text, at: 0 };
+            let mut parser = Parser { text, at: 0, patterns: &mut patterns };
             parser.selectors().map_err(|why| {
                 Error::InvalidArgument(format!("the filter {text:?} is not understood at byte {}: {why}", parser.at))
             })
         });
         Ok(Self { any: parsed.collect::<Result<_>>()? })
+    }
+
+    /// Whether there are regular expressions, which take longer than comparisons.
+    pub(crate) fn has_patterns(&self) -> bool {
+        self.any.iter().flatten().any(|selector| matches!(selector.condition, Condition::Matches(_)))
     }
 
     /// Whether a snapshot is selected.
@@ -98,8 +138,9 @@ impl Selector {
         match &self.condition {
             Condition::Present => value.is_some(),
             Condition::Equal(wanted) => value == Some(wanted),
-            // As in containerd, a missing label is unlike every value but the empty one.
+            // As in containerd, a missing label is compared and matched as an empty one.
             Condition::NotEqual(wanted) => value.unwrap_or_default() != wanted,
+            Condition::Matches(Pattern(pattern)) => pattern.is_match(value.unwrap_or_default()),
         }
     }
 }
@@ -107,6 +148,8 @@ impl Selector {
 struct Parser<'a> {
     text: &'a str,
     at: usize,
+    /// The number of regular expressions in the call.
+    patterns: &'a mut usize,
 }
 
 type Parsed<T> = std::result::Result<T, String>;
@@ -160,8 +203,8 @@ impl<'a> Parser<'a> {
             "" => Condition::Present,
             "==" => Condition::Equal(self.value()?),
             "!=" => Condition::NotEqual(self.value()?),
-            "~=" => return Err("regular expressions (~=) are not supported: compare with == or !=".into()),
-            other => return Err(format!("the operator {other} is not known: == and != are")),
+            "~=" => Condition::Matches(self.pattern()?),
+            other => return Err(format!("the operator {other} is not known: ==, != and ~= are")),
         };
         Ok(Selector { field, condition })
     }
@@ -186,7 +229,7 @@ impl<'a> Parser<'a> {
     fn field(&mut self) -> Parsed<String> {
         self.skip_spaces();
         if self.rest().starts_with('"') {
-            return self.quoted();
+            return self.quoted('"');
         }
         let field = self.take(|c| c.is_ascii_alphanumeric() || c == '_');
         if field.is_empty() { Err("the name of a field is expected".into()) } else { Ok(field.into()) }
@@ -196,16 +239,27 @@ impl<'a> Parser<'a> {
         self.skip_spaces();
         match self.rest().chars().next() {
             None | Some(',') => Err("a value is expected".into()),
-            Some('"') => self.quoted(),
-            Some(quote @ ('/' | '|')) => {
-                Err(format!("the quote {quote} is for regular expressions, which are not supported"))
-            }
+            Some('"') => self.quoted('"'),
+            Some(quote @ ('/' | '|')) => Err(format!("the quote {quote} is for regular expressions (~=)")),
             Some(_) => Ok(self.take(|c| c != ',' && !c.is_whitespace() && !c.is_control()).into()),
         }
     }
 
-    /// Reads a string in double quotes, with the escapes of Go.
-    fn quoted(&mut self) -> Parsed<String> {
+    fn pattern(&mut self) -> Parsed<Pattern> {
+        *self.patterns += 1;
+        if *self.patterns > PATTERNS_MAX {
+            return Err(format!("more than {PATTERNS_MAX} regular expressions are too many"));
+        }
+        self.skip_spaces();
+        let text = match self.rest().chars().next() {
+            Some(quote @ ('/' | '|')) => self.quoted(quote)?,
+            _ => self.value()?,
+        };
+        Pattern::new(&text)
+    }
+
+    /// Reads a string in quotes, with the escapes of Go.
+    fn quoted(&mut self, quote: char) -> Parsed<String> {
         let unterminated = || "a quoted string does not end".to_owned();
         self.at += 1;
         let mut bytes = Vec::new();
@@ -213,15 +267,15 @@ impl<'a> Parser<'a> {
             let next = self.rest().chars().next().filter(|c| *c != '\n').ok_or_else(unterminated)?;
             self.at += next.len_utf8();
             match next {
-                '"' => break,
-                '\\' => self.escape(&mut bytes)?,
+                end if end == quote => break,
+                '\\' => self.escape(quote, &mut bytes)?,
                 other => bytes.extend(other.encode_utf8(&mut [0; 4]).bytes()),
             }
         }
         String::from_utf8(bytes).map_err(|_| "a quoted string is not UTF-8".into())
     }
 
-    fn escape(&mut self, bytes: &mut Vec<u8>) -> Parsed<()> {
+    fn escape(&mut self, quote: char, bytes: &mut Vec<u8>) -> Parsed<()> {
         let next = self.rest().chars().next().ok_or("a quoted string ends with \\")?;
         let (radix, count) = match next {
             'x' => (16, 2),
@@ -238,7 +292,9 @@ impl<'a> Parser<'a> {
                     't' => b'\t',
                     'v' => 11,
                     '\\' => b'\\',
-                    '"' => b'"',
+                    '"' if quote == '"' => b'"',
+                    '/' if quote == '/' => b'/',
+                    '|' if quote == '|' => b'|',
                     _ => return Err(format!("the escape \\{next} is not known")),
                 };
                 self.at += 1;
@@ -295,6 +351,13 @@ mod tests {
             (&["labels.\"containerd.io\\x2fsnapshot.ref\"==\"sha256\\u003a12\""], "p"),
             (&["name==\"\\141\""], "a"),
             (&["kind==view", "name"], "apv"),
+            (&["name~=^[a-p]$"], "ap"),
+            (&["name ~= /^(a|v)$/ , parent"], "av"),
+            (&["labels.\"containerd.io/snapshot.ref\"~=|^sha256:\\\\d+$|"], "p"),
+            (&["labels.\"containerd.io/snapshot.ref\"~=\"^SHA256:|x\"", "kind~=(?i)^VI"], "v"),
+            (&["labels.l~=/^$/"], "pv"),
+            (&["labels.x.y~=/\\/|1/"], "a"),
+            (&["name~=é|a"], "a"),
         ] {
             let filter = Filter::parse(filters).expect("it is a filter");
             let found: String = snapshots.iter().filter(|info| filter.matches(info)).map(|info| &*info.name).collect();
@@ -308,7 +371,14 @@ mod tests {
             ("size==1", "no field size"),
             ("labels", "no field labels"),
             ("name.x==1", "no field name.x"),
-            ("name~=/a.*/", "regular expressions (~=)"),
+            ("name~=/a.*", "does not end"),
+            ("name~=", "a value is expected"),
+            ("name~=/a\\.b/", "the escape \\. is not known"),
+            ("name~=/a\\|b/", "the escape \\| is not known"),
+            ("name~=(a", "cannot be used"),
+            ("name~=\\pL", "cannot be used"),
+            ("name~=/((a{1000}){1000}){1000}/", "cannot be used"),
+            ("name~=/((((((((((((((((((a))))))))))))))))))/", "cannot be used"),
             ("name==/a/", "the quote /"),
             ("name=a", "the operator = is not known"),
             ("name===a", "the operator === is not known"),
@@ -329,11 +399,40 @@ mod tests {
         }
         assert!(Filter::parse(&["x".repeat(FILTER_BYTES_MAX + 1)]).is_err());
         assert!(Filter::parse(&vec!["name"; FILTERS_MAX + 1]).is_err());
+        assert!(Filter::parse(&["name~=a"; PATTERNS_MAX]).is_ok());
+        assert!(Filter::parse(&["name~=a"; PATTERNS_MAX + 1]).is_err());
+    }
+
+    /// A matcher that backtracks takes exponential time for each of these.
+    #[test]
+    fn hostile_expressions_take_little_time() {
+        let info = info(&"a".repeat(4096), Kind::Active, "", &[]);
+        let begin = std::time::Instant::now();
+        let mut compiled = 0;
+        for pattern in [
+            "(a*)*b",
+            "(a|a)*b",
+            "(a?){100}a{100}b",
+            "(a|aa)+$b",
+            "(.*)(.*)(.*)(.*)(.*)(.*)b",
+            "((a*)*)*b",
+            "(){1000}b",
+        ] {
+            let Ok(filter) = Filter::parse(&[format!("name~=\"{pattern}\"")]) else { continue };
+            assert!(filter.has_patterns() && !filter.matches(&info), "{pattern}");
+            compiled += 1;
+        }
+        assert!(compiled >= 5, "{compiled}");
+        // In a guest without KVM, too.
+        assert!(begin.elapsed() < std::time::Duration::from_secs(60), "{:?}", begin.elapsed());
+        for empty in ["(){1000}{1000}{1000}", "(?:){1000}{1000}{1000}{1000}", "(?:(?:a{0}){1000}){1000}{1000}"] {
+            assert!(Filter::parse(&[format!("name~=\"{empty}\"")]).is_err(), "{empty}");
+        }
     }
 
     proptest! {
         #[test]
-        fn every_text_is_parsed_or_refused(text in "[a-z.\"\\\\=!~,/ xuU0-9é]{0,40}") {
+        fn every_text_is_parsed_or_refused(text in "([a-z.\"\\\\=!~,/ xuU0-9é]{0,40}|name~=[a(){}0-9*|,?+\\[\\]^\"/\\\\-]{0,40})") {
             let _ = Filter::parse(&[text]);
         }
 

@@ -15,6 +15,7 @@
 
 pub mod api;
 mod calls;
+mod cleanup;
 mod config;
 pub mod diff;
 mod erofs;
@@ -38,7 +39,7 @@ mod usage;
 
 pub use config::{Config, Images, LazyConfig};
 pub use error::{Error, Result};
-pub use filter::{FILTER_BYTES_MAX, FILTERS_MAX, Filter};
+pub use filter::{FILTER_BYTES_MAX, FILTERS_MAX, Filter, PATTERNS_MAX};
 pub use folders::ROOT_BYTES_MAX;
 pub use idmap::{GID_LABEL, IdMaps, UID_LABEL};
 pub use metadata::{LAYERS_MAX, Usage};

@@ -3,11 +3,10 @@
 //! The order of steps makes `kill -9` harmless. A directory exists before its record, and is removed after it; an image is mounted before
 //! it is recorded, and only then the directory that it replaces is removed. [`Snapshotter::open`] removes the remains of such steps.
 
-use std::collections::BTreeSet;
-use std::fs::{self, File};
-use std::io::ErrorKind;
+use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ferry_engine::metrics::Metrics;
 use ferry_image::told;
@@ -33,6 +32,8 @@ pub const NAME_BYTES_MAX: usize = 4096;
 pub const LABEL_BYTES_MAX: usize = 4096;
 /// The maximum number of labels of a snapshot; containerd sets about ten.
 pub const LABELS_MAX: usize = 1024;
+/// How long regular expressions may be matched in a call: some million ordinary matches.
+const PATTERNS_TIME: Duration = Duration::from_secs(10);
 /// Idmapped mounts below overlayfs need Linux 5.19.
 const IDMAP_KERNEL: (u32, u32) = (5, 19);
 
@@ -95,42 +96,6 @@ impl Snapshotter {
         log_failure(snapshotter.cleanup());
         snapshotter.lazy.revive();
         Ok(snapshotter)
-    }
-
-    /// Removes the directories of recorded images, and images that were not recorded.
-    fn finish_interrupted(&self) -> Result<()> {
-        self.metadata.for_each(|name, record| {
-            log_failure(self.finish_one(name, &record));
-            Ok(())
-        })
-    }
-
-    fn finish_one(&self, name: &str, record: &Record) -> Result<()> {
-        let id = record.id;
-        let is_directory = record.image.is_none() && record.remote.is_none();
-        if !is_directory {
-            // Before the only other copy is removed.
-            self.restore_image(record)?;
-            self.remove_upper(id)?;
-        } else if !self.folders.upper(id).exists() {
-            tracing::error!("the directory of snapshot {name} is missing: {}", self.folders.upper(id).display());
-        }
-        let entries = match fs::read_dir(self.folders.snapshot(id)) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-            entries => entries.doing("list", self.folders.snapshot(id))?,
-        };
-        let kept: &[&str] = match is_directory {
-            true => &["fs", "work", "lower", "applied"],
-            false if record.merged.is_empty() => &["image", "layer"],
-            false => &["image", "layer", "merged-image", "merged"],
-        };
-        for entry in entries.flatten().filter(|entry| !kept.iter().any(|kept| entry.file_name() == *kept)) {
-            let path = entry.path();
-            erofs::unmount_all(&path)?;
-            let removed = if path.is_dir() { fs::remove_dir(&path) } else { fs::remove_file(&path) };
-            removed.doing("remove", path)?;
-        }
-        Ok(())
     }
 
     /// Returns a snapshot.
@@ -436,65 +401,21 @@ impl Snapshotter {
     ///
     /// # Errors
     ///
-    /// The metadata cannot be read.
+    /// The metadata cannot be read, or regular expressions take too long.
     pub fn walk(&self, filter: &Filter, mut call: impl FnMut(Info)) -> Result<()> {
+        let end = filter.has_patterns().then(|| Instant::now() + PATTERNS_TIME);
         self.metadata.for_each(|name, record| {
+            if end.is_some_and(|end| Instant::now() > end) {
+                let seconds = PATTERNS_TIME.as_secs();
+                return Err(Error::InvalidArgument(format!(
+                    "the filters did not end after {seconds} s: simpler regular expressions are needed"
+                )));
+            }
             let info = record.info(name);
             if filter.matches(&info) {
                 call(info);
             }
             Ok(())
-        })
-    }
-
-    /// Removes directories without a snapshot, and packs without an image.
-    ///
-    /// # Errors
-    ///
-    /// The file system refuses.
-    pub fn cleanup(&self) -> Result<()> {
-        let unknown: Vec<_> = self.metadata.with_ids(|ids| {
-            let take = |folder: PathBuf| {
-                unmount_in(&folder)?;
-                self.folders.take(&folder)
-            };
-            self.folders.unknown(|id| ids.contains(&id))?.into_iter().map(take).collect::<Result<_>>()
-        })?;
-        // Removing takes long, and others can change snapshots meanwhile.
-        for name in unknown.into_iter().flatten() {
-            tracing::info!("removing a directory without a snapshot");
-            self.folders.remove_trash(&name)?;
-        }
-        log_failure(self.folders.empty_trash(unmount_in));
-        let known = || {
-            let mut known: Vec<RemoteLayers> = Vec::new();
-            self.metadata.for_each(|_, record| {
-                known.extend(record.remote);
-                Ok(())
-            })?;
-            Ok(known)
-        };
-        self.lazy.collect(known, |is_less, incomplete| {
-            if is_less {
-                self.layers.note_garbage();
-            }
-            self.layers.collect(incomplete, || {
-                let mut needed = BTreeSet::new();
-                self.metadata.for_each(|_, record| {
-                    let image = if record.kind() == Kind::Active {
-                        self.layers.applied(record.id).map(|applied| Some(applied?.image))
-                    } else {
-                        Ok(record.image)
-                    };
-                    // A damaged one cannot be committed.
-                    match image {
-                        Ok(image) => needed.extend(image.into_iter().flat_map(|image| image.packs)),
-                        Err(error) => log_failure(Err(error)),
-                    }
-                    Ok(())
-                })?;
-                Ok(needed)
-            })
         })
     }
 
@@ -520,32 +441,10 @@ impl Snapshotter {
         counts.store_bytes = u64::try_from(usage::of(&self.folders.store())?.bytes).unwrap_or(0);
         Ok(counts)
     }
-
-    /// Restores the image of a layer: after a power failure the record can exist without the file's second name.
-    fn restore_image(&self, record: &Record) -> Result<()> {
-        let (Some(image), path) = (&record.image, self.folders.image(record.id)) else { return Ok(()) };
-        if path.exists() {
-            return Ok(());
-        }
-        match self.layers.applied(record.id)? {
-            Some(applied) if applied.image.digest == image.digest => {
-                let applied = self.folders.applied(record.id);
-                fs::rename(&applied, &path).doing("rename", applied)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Removes the directory that an image has replaced.
-    fn remove_upper(&self, id: u64) -> Result<()> {
-        self.layers.remove_applied(id)?;
-        self.folders.discard(&self.folders.work(id))?;
-        self.folders.discard(&self.folders.upper(id))
-    }
 }
 
 /// Logs the failure of a step that the next cleanup repeats.
-fn log_failure(outcome: Result<()>) {
+pub(crate) fn log_failure(outcome: Result<()>) {
     if let Err(error) = outcome {
         tracing::warn!("{}", told(&error));
     }

@@ -143,6 +143,8 @@ fn lists_are_filtered() {
         (&["parent!=\"\""], "a a-wl v"),
         (&["labels.\"containerd.io/snapshot.ref\"==sha256:12,parent==\"p-wl\""], "a-wl"),
         (&["labels.l==2"], "a-np-wl a-wl"),
+        (&["name~=/^a-.*p/"], "a-np a-np-wl"),
+        (&["kind~=^(view|committed)$", "labels.l~=2"], "a-np-wl a-wl p p-wl v"),
     ] {
         let found: Vec<_> = client.list(filters).unwrap().into_iter().map(|info| info.name).collect();
         assert_eq!(found.join(" "), expected, "{filters:?}");
@@ -152,6 +154,8 @@ fn lists_are_filtered() {
     }
     let error = client.list(&["size==1"]).unwrap_err();
     assert!(error.code() == Code::InvalidArgument && error.message().contains("no field size"), "{error}");
+    let error = client.list(&["name~=/(a/"]).unwrap_err();
+    assert!(error.code() == Code::InvalidArgument && error.message().contains("cannot be used"), "{error}");
     for number in 0..250 {
         client.prepare(&format!("many-{number:03}"), "").unwrap();
     }

@@ -1,0 +1,124 @@
+//! What a killed process left, and what no snapshot needs: removed at start, and when containerd collects garbage.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+
+use crate::api::Kind;
+use crate::erofs;
+use crate::error::{IoContext, Result};
+use crate::layers::unmount_in;
+use crate::metadata::{Record, RemoteLayers};
+use crate::snapshotter::{Snapshotter, log_failure};
+
+impl Snapshotter {
+    /// Removes the directories of recorded images, and images that were not recorded.
+    pub(crate) fn finish_interrupted(&self) -> Result<()> {
+        self.metadata.for_each(|name, record| {
+            log_failure(self.finish_one(name, &record));
+            Ok(())
+        })
+    }
+
+    fn finish_one(&self, name: &str, record: &Record) -> Result<()> {
+        let id = record.id;
+        let is_directory = record.image.is_none() && record.remote.is_none();
+        if !is_directory {
+            // Before the only other copy is removed.
+            self.restore_image(record)?;
+            self.remove_upper(id)?;
+        } else if !self.folders.upper(id).exists() {
+            tracing::error!("the directory of snapshot {name} is missing: {}", self.folders.upper(id).display());
+        }
+        let entries = match fs::read_dir(self.folders.snapshot(id)) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            entries => entries.doing("list", self.folders.snapshot(id))?,
+        };
+        let kept: &[&str] = match is_directory {
+            true => &["fs", "work", "lower", "applied"],
+            false if record.merged.is_empty() => &["image", "layer"],
+            false => &["image", "layer", "merged-image", "merged"],
+        };
+        for entry in entries.flatten().filter(|entry| !kept.iter().any(|kept| entry.file_name() == *kept)) {
+            let path = entry.path();
+            erofs::unmount_all(&path)?;
+            let removed = if path.is_dir() { fs::remove_dir(&path) } else { fs::remove_file(&path) };
+            removed.doing("remove", path)?;
+        }
+        Ok(())
+    }
+
+    /// Removes directories without a snapshot, and packs without an image.
+    ///
+    /// # Errors
+    ///
+    /// The file system refuses.
+    pub fn cleanup(&self) -> Result<()> {
+        let unknown: Vec<_> = self.metadata.with_ids(|ids| {
+            let take = |folder: PathBuf| {
+                unmount_in(&folder)?;
+                self.folders.take(&folder)
+            };
+            self.folders.unknown(|id| ids.contains(&id))?.into_iter().map(take).collect::<Result<_>>()
+        })?;
+        // Removing takes long, and others can change snapshots meanwhile.
+        for name in unknown.into_iter().flatten() {
+            tracing::info!("removing a directory without a snapshot");
+            self.folders.remove_trash(&name)?;
+        }
+        log_failure(self.folders.empty_trash(unmount_in));
+        let known = || {
+            let mut known: Vec<RemoteLayers> = Vec::new();
+            self.metadata.for_each(|_, record| {
+                known.extend(record.remote);
+                Ok(())
+            })?;
+            Ok(known)
+        };
+        self.lazy.collect(known, |is_less, incomplete| {
+            if is_less {
+                self.layers.note_garbage();
+            }
+            self.layers.collect(incomplete, || {
+                let mut needed = BTreeSet::new();
+                self.metadata.for_each(|_, record| {
+                    let image = if record.kind() == Kind::Active {
+                        self.layers.applied(record.id).map(|applied| Some(applied?.image))
+                    } else {
+                        Ok(record.image)
+                    };
+                    // A damaged one cannot be committed.
+                    match image {
+                        Ok(image) => needed.extend(image.into_iter().flat_map(|image| image.packs)),
+                        Err(error) => log_failure(Err(error)),
+                    }
+                    Ok(())
+                })?;
+                Ok(needed)
+            })
+        })
+    }
+
+    /// Restores the image of a layer: after a power failure the record can exist without the file's second name.
+    fn restore_image(&self, record: &Record) -> Result<()> {
+        let (Some(image), path) = (&record.image, self.folders.image(record.id)) else { return Ok(()) };
+        if path.exists() {
+            return Ok(());
+        }
+        match self.layers.applied(record.id)? {
+            Some(applied) if applied.image.digest == image.digest => {
+                let applied = self.folders.applied(record.id);
+                fs::rename(&applied, &path).doing("rename", applied)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes the directory that an image has replaced.
+    pub(crate) fn remove_upper(&self, id: u64) -> Result<()> {
+        self.layers.remove_applied(id)?;
+        self.folders.discard(&self.folders.work(id))?;
+        self.folders.discard(&self.folders.upper(id))
+    }
+}
