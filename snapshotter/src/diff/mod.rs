@@ -32,8 +32,8 @@ impl Snapshotter {
     ///
     /// # Errors
     ///
-    /// [`Error::Unimplemented`]: another differ can do it; [`Error::FailedPrecondition`]: the snapshot has a layer already;
-    /// [`Error::InvalidArgument`]; or the blob cannot be read or unpacked.
+    /// [`Error::Unimplemented`]: another differ can do it; [`Error::NotFound`]: the snapshot was removed; [`Error::FailedPrecondition`]:
+    /// it is committed, or has a layer already; [`Error::InvalidArgument`]; or the blob cannot be read or unpacked.
     pub fn apply(&self, request: &ApplyRequest, stop: &Stop) -> Result<Descriptor> {
         let ApplyRequest { diff, mounts, payloads } = request;
         let diff = diff.as_ref().ok_or_else(|| Error::InvalidArgument("the call names no layer".into()))?;
@@ -67,24 +67,36 @@ impl Snapshotter {
             "overlay" => options.iter().find_map(|option| option.strip_prefix("upperdir=")),
             _ => None,
         };
-        let id = || Path::new(upper?).parent()?.file_name()?.to_str()?.parse().ok();
+        let upper = Path::new(upper.ok_or_else(foreign)?);
+        let id = || upper.parent()?.file_name()?.to_str()?.parse().ok();
         let id: u64 = id().ok_or_else(foreign)?;
-        if upper.map(Path::new) != Some(&*self.folders.upper(id)) {
+        if upper != self.folders.upper(id) {
             return Err(foreign());
         }
-        let mut key = None;
+        let mut found = None;
         self.metadata.for_each(|name, record| {
-            if record.id == id && record.kind() == Kind::Active {
-                key = Some(name.to_owned());
+            if record.id == id {
+                found = Some((name.to_owned(), record.kind()));
             }
             Ok(())
         })?;
-        Ok((key.ok_or_else(foreign)?, id))
+        match found {
+            Some((key, Kind::Active)) => Ok((key, id)),
+            // Another differ would fill a directory that an image has replaced.
+            Some((name, Kind::Committed)) => {
+                Err(Error::FailedPrecondition(format!("the snapshot of the mounts is committed, as {name}")))
+            }
+            Some(_) => Err(foreign()),
+            None => Err(removed(upper)),
+        }
     }
 
     fn check_target(&self, key: &str, (record, id): (&Record, u64), mounts: &[Mount]) -> Result<()> {
-        if record.id != id || record.kind() != Kind::Active {
-            return Err(Error::FailedPrecondition(format!("snapshot {key} is not the active one of the mounts")));
+        if record.id != id {
+            return Err(removed(&self.folders.upper(id)));
+        }
+        if record.kind() != Kind::Active {
+            return Err(Error::FailedPrecondition(format!("snapshot {key} is not active")));
         }
         self.check_not_applied(key, record)?;
         let upper = self.folders.upper(id);
@@ -144,4 +156,9 @@ impl Snapshotter {
             error => error.into(),
         })
     }
+}
+
+/// Returns the error for mounts of a snapshot that was removed: no other differ can fill it, either.
+fn removed(upper: &Path) -> Error {
+    Error::NotFound(format!("of the mounts ({})", upper.display()))
 }

@@ -366,6 +366,31 @@ fn only_layers_for_empty_snapshots_are_unpacked() {
     send(&mut client, good).unwrap();
 }
 
+#[test]
+fn a_layer_of_a_snapshot_that_is_gone_is_left_to_nobody() {
+    let Some(mut server) = start("require", "c-root") else { return };
+    let mut client = server.client();
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("file"), noise(5, 5000)).unwrap();
+    let plain = archive(folder.path(), &[], &["file"]);
+    let layer = layer(plain.clone(), gzip(&plain), GZIP);
+    let mounts = client.prepare("a", "").unwrap();
+    client.remove("a").unwrap();
+    let status = send(&mut client, request(&server, &layer, &mounts)).unwrap_err();
+    assert_eq!(status.code(), Code::NotFound, "{status}");
+    // Its name is another one's.
+    let again = client.prepare("a", "").unwrap();
+    let status = send(&mut client, request(&server, &layer, &mounts)).unwrap_err();
+    assert_eq!(status.code(), Code::NotFound, "{status}");
+    send(&mut client, request(&server, &layer, &again)).unwrap();
+    client.commit("layer", "a").unwrap();
+    let status = send(&mut client, request(&server, &layer, &again)).unwrap_err();
+    assert!(status.code() == Code::FailedPrecondition && status.message().contains("as layer"), "{status}");
+    client.remove("layer").unwrap();
+    client.cleanup().unwrap();
+    assert_eq!(left(&server), [""; 0]);
+}
+
 /// A layer that takes longer than a call is waited for.
 fn large() -> Layer {
     let folder = tempfile::tempdir().unwrap();
