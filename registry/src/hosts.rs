@@ -7,7 +7,7 @@
 //! [host."https://mirror.example"]                asked before it, in the order of the file
 //!   capabilities = ["pull", "resolve"]
 //!   ca = "ca.pem"                                relative to the file, as all paths
-//!   client = [["cert.pem", "key.pem"]]
+//!   client = [["cert.pem", "key.pem"]]           of several, the server's request selects one
 //!   skip_verify = true
 //!   override_path = true                         its URL has no "/v2" to be added
 //!   [host."https://mirror.example".header]
@@ -31,6 +31,8 @@ use crate::resolver::is_loopback;
 const FILE_BYTES_MAX: u64 = 256 << 10;
 /// The maximum number of servers of a registry: each may have to fail before the next one is asked.
 const HOSTS_MAX: usize = 16;
+/// The maximum number of certificates of this machine for a server: each is read whenever a registry is opened.
+const CLIENTS_MAX: usize = 16;
 
 /// A server that has the images of a registry.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,8 +45,8 @@ pub struct Host {
     pub resolves: bool,
     /// Files with authorities to trust, besides those of this machine.
     pub authorities: Vec<PathBuf>,
-    /// A file with a certificate of this machine, and the file with its key.
-    pub client: Option<(PathBuf, PathBuf)>,
+    /// Files with certificates of this machine, each with the file of its key.
+    pub clients: Vec<(PathBuf, PathBuf)>,
     /// Whether any certificate will do.
     pub skip_verify: bool,
     /// Headers for all requests to it.
@@ -80,8 +82,8 @@ enum Texts {
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Client {
-    Texts(Texts),
-    Pairs(Vec<Vec<String>>),
+    One(String),
+    Many(Vec<Texts>),
 }
 
 impl From<Texts> for Vec<String> {
@@ -96,8 +98,8 @@ impl From<Texts> for Vec<String> {
 impl Host {
     /// A registry that no file describes.
     pub(crate) fn of(url: Url) -> Self {
-        let (authorities, client, headers) = Default::default();
-        Self { url, pulls: true, resolves: true, authorities, client, skip_verify: false, headers }
+        let (authorities, clients, headers) = Default::default();
+        Self { url, pulls: true, resolves: true, authorities, clients, skip_verify: false, headers }
     }
 
     fn new(text: &str, entry: Entry, folder: &Path) -> Result<Self, String> {
@@ -120,25 +122,32 @@ impl Host {
             }
         }
         let at = |path: String| folder.join(path);
-        let client = entry.client.map(pair).transpose().map_err(|why| format!("client of {text} {why}"))?;
-        let client = client.map(|(certificate, key)| (at(certificate), at(key)));
+        let clients = entry.client.map_or(Ok(Vec::new()), pairs).map_err(|why| format!("client of {text} {why}"))?;
+        let clients = clients.into_iter().map(|(certificate, key)| (at(certificate), at(key))).collect();
         let authorities = entry.ca.map(Vec::from).unwrap_or_default().into_iter().map(at).collect();
-        Ok(Self { url, pulls, resolves, authorities, client, skip_verify: entry.skip_verify, headers })
+        Ok(Self { url, pulls, resolves, authorities, clients, skip_verify: entry.skip_verify, headers })
     }
 }
 
-/// Returns the files of the one certificate: a file without a key has it, too.
-fn pair(client: Client) -> Result<(String, String), &'static str> {
-    let mut all: Vec<Vec<String>> = match client {
-        Client::Texts(texts) => Vec::from(texts).into_iter().map(|text| vec![text]).collect(),
-        Client::Pairs(pairs) => pairs,
+/// Returns the files of each certificate: a file without a key has it, too.
+fn pairs(client: Client) -> Result<Vec<(String, String)>, String> {
+    let all = match client {
+        Client::One(text) => vec![Texts::One(text)],
+        Client::Many(all) => all,
     };
-    let (Some(mut pair), true) = (all.pop(), all.is_empty()) else { return Err("has to name one certificate") };
-    pair.retain(|file| !file.is_empty());
-    match <[String; 2]>::try_from(pair) {
+    if all.len() > CLIENTS_MAX {
+        return Err(format!("has {} certificates: {CLIENTS_MAX} are possible", all.len()));
+    }
+    all.into_iter().map(pair).collect()
+}
+
+fn pair(files: Texts) -> Result<(String, String), String> {
+    let mut files = Vec::from(files);
+    files.retain(|file| !file.is_empty());
+    match <[String; 2]>::try_from(files) {
         Ok([certificate, key]) => Ok((certificate, key)),
         Err(mut alone) if alone.len() == 1 => Ok((alone[0].clone(), alone.remove(0))),
-        Err(_) => Err("has to be a certificate, or a certificate and its key"),
+        Err(_) => Err("has to be certificates, or certificates with their keys".into()),
     }
 }
 
@@ -246,6 +255,7 @@ mod tests {
             [host."localhost:5000"]
               override_path = true
               dial_timeout = "1s"
+              client = ["d.pem", ["e.pem", "e.key"], ["f.pem", ""]]
             [host."a.example:8443/x/v2/"]
               client = "both.pem"
             "#,
@@ -262,8 +272,13 @@ mod tests {
         let [first, second, third, last] = &found[..] else { panic!("four") };
         assert!(first.pulls && !first.resolves && second.pulls && second.resolves);
         assert_eq!(first.authorities, ["/etc/certs.d/r/a.pem", "/b.pem"].map(PathBuf::from));
-        assert_eq!(first.client, Some(("/etc/certs.d/r/c.pem".into(), "/etc/certs.d/r/c.key".into())));
-        assert_eq!(third.client, Some(("/etc/certs.d/r/both.pem".into(), "/etc/certs.d/r/both.pem".into())));
+        let pairs = |host: &Host| {
+            let text = |path: &PathBuf| path.strip_prefix("/etc/certs.d/r").unwrap().display().to_string();
+            host.clients.iter().map(|(certificate, key)| [text(certificate), text(key)].join(" ")).collect::<Vec<_>>()
+        };
+        assert_eq!(pairs(first), ["c.pem c.key"]);
+        assert_eq!(pairs(second), ["d.pem d.pem", "e.pem e.key", "f.pem f.pem"]);
+        assert_eq!(pairs(third), ["both.pem both.pem"]);
         assert_eq!(first.headers.len(), 2);
         assert!(!first.skip_verify && last.skip_verify);
         assert_eq!(parse("").unwrap(), [Host::of("https://registry.example/v2/".parse().unwrap())]);
@@ -277,8 +292,8 @@ mod tests {
             ("server = \"https://u:secret@h\"", "the file with credentials has those"),
             ("[host.\"https://\"]", "is no server"),
             ("[host.\"https://h?secret\"]", "it has a query"),
-            ("[host.\"https://h\"]\nclient = [\"a\", \"b\"]", "one certificate"),
-            ("[host.\"https://h\"]\nclient = [[\"a\", \"b\", \"c\"]]", "a certificate and its key"),
+            ("[host.\"https://h\"]\nclient = [[\"a\", \"b\"], []]", "certificates with their keys"),
+            ("[host.\"https://h\"]\nclient = [[\"a\", \"b\", \"c\"]]", "certificates with their keys"),
             ("[host.\"https://h\"]\nheader = { \"a b\" = \"secret\" }", "is no header with a value"),
             ("[host.\"https://h\"]\nheader = { a = \"secret\\n\" }", "is no header with a value"),
             ("a = \"secret", "line 1: "),
@@ -288,6 +303,8 @@ mod tests {
             assert!(!error.contains("secret") || text.contains("?secret"), "{error}");
         }
         let many: String = (0..HOSTS_MAX).map(|number| format!("[host.\"https://h{number}\"]\n")).collect();
+        assert!(parse(&many).unwrap_err().contains("are possible"));
+        let many = format!("client = {:?}", ["a"; CLIENTS_MAX + 1]);
         assert!(parse(&many).unwrap_err().contains("are possible"));
     }
 

@@ -13,12 +13,13 @@ use ureq::config::ConfigBuilder;
 use ureq::http::{HeaderValue, Method, header};
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 use ureq::typestate::HttpCrateScope;
-use ureq::unversioned::transport::DefaultConnector;
+use ureq::unversioned::transport::{Connector, DefaultConnector};
 use ureq::{Agent, AsSendBody, Body, SendBody};
 use url::Url;
 
 use crate::error::{Error, Result};
 use crate::hosts::Host;
+use crate::identities::{self, Identity};
 use crate::resolver::{OriginResolver, RemoteResolver, THIS_MACHINE, ThisMachine, is_loopback, names_this_machine};
 
 pub(crate) use response::Response;
@@ -232,7 +233,7 @@ fn check_redirect(from: &Url, to: &Url, is_local: bool) -> Result<()> {
 impl Client {
     /// Creates a client that trusts the host's authorities (or those of `SSL_CERT_FILE`).
     pub fn new(options: Options) -> Self {
-        Self::with(options, authorities(), None, false)
+        Self::with(options, &authorities(), None, DefaultConnector::default(), false)
     }
 
     /// Creates a client for a server of a `hosts.toml`, with these options.
@@ -245,7 +246,8 @@ impl Client {
         for path in &host.authorities {
             trusted.extend(pem(path)?.0);
         }
-        let client = host.client.as_ref().map(|(certificate, key)| {
+        let mut identities = Vec::new();
+        for (certificate, key) in &host.clients {
             let invalid = |path: &Path| Error::Setting {
                 what: format!("the certificate in {}", path.display()),
                 reason: "it has no certificate or no key in PEM".into(),
@@ -255,21 +257,34 @@ impl Client {
             if certificates.is_empty() {
                 return Err(invalid(certificate));
             }
-            Ok(ClientCert::new_with_certs(&certificates, key))
-        });
+            identities.push(Identity { certificates, key });
+        }
         // The file says so.
         let plain_http = options.plain_http || host.url.scheme() == "http";
-        Ok(Self::with(Options { plain_http, ..options }, trusted, client.transpose()?, host.skip_verify))
+        let (options, skip_verify) = (Options { plain_http, ..options }, host.skip_verify);
+        // The library knows one, which it always sends.
+        let only = if identities.len() == 1 { identities.pop() } else { None };
+        if identities.is_empty() {
+            let client = only.map(|Identity { certificates, key }| ClientCert::new_with_certs(&certificates, key));
+            return Ok(Self::with(options, &trusted, client, DefaultConnector::default(), skip_verify));
+        }
+        let connector = identities::connector(&identities, &trusted, skip_verify, &provider());
+        let connector = connector.map_err(|reason| Error::Setting {
+            what: format!("a certificate of this machine for {}", shown(&host.url)),
+            reason,
+        })?;
+        Ok(Self::with(options, &trusted, None, connector, skip_verify))
     }
 
     fn with(
         options: Options,
-        trusted: Vec<Certificate<'static>>,
+        trusted: &[Certificate<'static>],
         client: Option<ClientCert>,
+        connector: impl Connector,
         skip_verify: bool,
     ) -> Self {
-        let trusted = RootCerts::new_with_certs(&trusted);
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let trusted = RootCerts::new_with_certs(trusted);
+        let provider = provider();
         let config = |client: Option<ClientCert>| {
             let tls = TlsConfig::builder()
                 .root_certs(trusted.clone())
@@ -289,7 +304,7 @@ impl Client {
         };
         // The host's certificate is for no other one.
         let (origin, others) = (config(client), config(None));
-        let (connector, resolver) = (DefaultConnector::default(), OriginResolver::default());
+        let resolver = OriginResolver::default();
         Self {
             is_remote: Arc::clone(&resolver.is_remote),
             origin_agent: Agent::with_parts(origin, connector, resolver),
@@ -466,6 +481,10 @@ fn authorities() -> Vec<Certificate<'static>> {
         tracing::debug!("cannot use a certificate of this host: {error}");
     }
     found.certs.iter().map(|one| Certificate::from_der(one).to_owned()).collect()
+}
+
+fn provider() -> Arc<rustls::crypto::CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
 }
 
 /// Reads the certificates of a file, and its first key, by the parser of ureq, whose types they become.

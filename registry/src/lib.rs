@@ -30,6 +30,7 @@ mod files;
 mod frames;
 mod hosts;
 mod http;
+mod identities;
 mod layers;
 mod lazily;
 mod manifest;

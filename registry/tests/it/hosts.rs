@@ -11,6 +11,10 @@ use std::sync::Arc;
 use common::{Fake, ONCE, Place, Reply, Request};
 use ferry_registry::{Client, Error, Options, PullOptions, Remote, parse_hosts, pull};
 use proptest::prelude::*;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{RootCertStore, ServerConfig};
 
 /// A name that no machine has: all requests go where the file says.
 const REGISTRY: &str = "registry.invalid";
@@ -201,6 +205,74 @@ fn authorities_of_a_host_are_trusted_and_others_are_not_unless_all_are() {
     describe(&hosts, &format!("{server}ca = \"none.pem\"\n"));
     let error = remote(&hosts).unwrap_err().to_string();
     assert!(error.contains("none.pem"), "{error}");
+}
+
+/// A server that asks for a certificate by this authority.
+fn asks_for(
+    folder: &Path,
+    authority: &Path,
+    versions: &[&'static rustls::SupportedProtocolVersion],
+) -> Arc<ServerConfig> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(authority).unwrap()).unwrap();
+    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider)).build().unwrap();
+    let config = ServerConfig::builder_with_provider(provider).with_protocol_versions(versions).unwrap();
+    let certificate = CertificateDer::from_pem_file(folder.join("server.pem")).unwrap();
+    let key = PrivateKeyDer::from_pem_file(folder.join("server.key")).unwrap();
+    Arc::new(config.with_client_cert_verifier(verifier).with_single_cert(vec![certificate], key).unwrap())
+}
+
+/// As in containerd, the server says whose certificates it takes.
+#[test]
+fn of_several_certificates_the_one_is_sent_that_the_server_asks_for() {
+    let place = Place::new();
+    let made = Certificates::new();
+    for name in ["one", "two", "three"] {
+        made.authority(name).signed(&format!("of-{name}"), name, 3);
+    }
+    made.authority("ours").signed("server", "ours", 3);
+    let ca = made.path("ours.pem");
+    let folder = ca.parent().unwrap();
+    // One file with both.
+    let both = [made.path("of-three.pem"), made.path("of-three.key")].map(|path| fs::read(path).unwrap()).concat();
+    fs::write(made.path("both.pem"), both).unwrap();
+    let at = |name: &str| made.path(name).display().to_string();
+    let all = format!(
+        "[[{:?}, {:?}], [{:?}, {:?}], {:?}]",
+        at("of-one.pem"),
+        at("of-one.key"),
+        at("of-two.pem"),
+        at("of-two.key"),
+        at("both.pem")
+    );
+    let first_two = all.replace(&format!(", {:?}]", at("both.pem")), "]");
+    let hosts = place.at("certs.d");
+    for (number, versions) in [&[&rustls::version::TLS13], &[&rustls::version::TLS12]].into_iter().enumerate() {
+        for wanted in ["one", "two", "three"] {
+            let tls = asks_for(folder, &made.path(&format!("{wanted}.pem")), versions);
+            let secret = Fake::start_at("127.0.0.1:0", Some(tls));
+            secret.tag("1", &place.fake.tagged("1").unwrap());
+            copy_blobs(&place.fake, &secret);
+            let server = format!("server = \"https://{}\"\n", secret.address);
+            for (what, more, works) in [
+                ("all", format!("ca = {ca:?}\nclient = {all}\n"), true),
+                ("unverified", format!("skip_verify = true\nclient = {all}\n"), true),
+                ("two", format!("ca = {ca:?}\nclient = {first_two}\n"), wanted != "three"),
+                ("untrusted", format!("client = {all}\n"), false),
+                ("none", format!("ca = {ca:?}\n"), false),
+            ] {
+                describe(&hosts, &format!("{server}{more}"));
+                let pulled = pull_to(&place, &format!("{what}-{wanted}-{number}"), &remote(&hosts).unwrap());
+                assert_eq!(pulled.is_ok(), works, "{what} {wanted}: {:?}", pulled.err());
+            }
+        }
+    }
+    // A key of another certificate.
+    let wrong = format!("client = [[{:?}, {:?}], {:?}]\n", at("of-one.pem"), at("of-two.key"), at("both.pem"));
+    describe(&hosts, &format!("server = \"https://127.0.0.1:1\"\n{wrong}"));
+    let error = remote(&hosts).unwrap_err().to_string();
+    assert!(error.contains("a certificate of this machine"), "{error}");
 }
 
 proptest! {
