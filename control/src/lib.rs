@@ -72,6 +72,8 @@ pub enum Request {
         /// The index in [`Status::shares`].
         share: usize,
     },
+    /// Returns which snapshots hold the images of a snapshotter: a list of [`HeldImage`].
+    Images,
     /// Changes settings of a share while it is served, all or none; returns a list of sentences that say what holds now.
     Set {
         /// The index in [`Status::shares`]; `None`: the only one.
@@ -90,6 +92,22 @@ pub enum Request {
         /// Send the log's lines, and restore the settings when the client disconnects.
         follow: bool,
     },
+}
+
+/// An image of a snapshotter's store, and a snapshot that holds it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldImage {
+    /// Its path below the root of the snapshotter.
+    pub image: String,
+    /// The name of the snapshot.
+    pub snapshot: String,
+    /// The container image that the snapshot is a layer of, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub container: Option<String>,
+    /// The names of some snapshots that are based on it.
+    pub uses: Vec<String>,
+    /// How many there are.
+    pub uses_count: u64,
 }
 
 /// A setting and its new value.

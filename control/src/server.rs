@@ -280,6 +280,7 @@ impl Server {
         match request {
             Request::Status => reply(client, Ok(self.status())),
             Request::Report { version } => reply(client, self.report(version)),
+            Request::Images => reply(client, Ok(self.shares.iter().flat_map(ServedShare::images).collect::<Vec<_>>())),
             Request::Set { share, settings } => reply(client, self.set(share, &settings)),
             Request::Explain { share } => reply(client, self.share(share).and_then(ServedShare::explain)),
             Request::Log { level, share, file, follow } => {

@@ -7,7 +7,9 @@ use ferry_engine::metrics::Metrics;
 use ferry_vfs::{Caller, FileSystem, Ino, Name};
 
 use crate::descriptors;
-use crate::{Error, ExportKind, ExportReport, REPORT_VERSION, ServerReport, ShareReport, ShareStatus, TransportReport};
+use crate::{
+    Error, ExportKind, ExportReport, HeldImage, REPORT_VERSION, ServerReport, ShareReport, ShareStatus, TransportReport,
+};
 
 impl ServerReport {
     pub(crate) fn of(shares: &[ServedShare], pid: u32, started: Instant) -> Self {
@@ -30,6 +32,7 @@ pub struct ServedShare {
     mounted: Option<MountInfo>,
     cache: Option<String>,
     exports: Vec<ExportReporter>,
+    images: Option<ImageReporter>,
     limit: Option<LimitReporter>,
     settings: Vec<(&'static str, Setter)>,
     metrics: Vec<(ExportKind, Arc<Metrics>)>,
@@ -37,6 +40,9 @@ pub struct ServedShare {
 
 /// Reports on an export; `None` if it has ended.
 type ExportReporter = Box<dyn Fn() -> Option<ExportReport> + Send + Sync>;
+
+/// Returns what holds the images of a snapshotter.
+type ImageReporter = Box<dyn Fn() -> Vec<HeldImage> + Send + Sync>;
 
 /// Returns the limit in force, as the words of `--limit`.
 type LimitReporter = Box<dyn Fn() -> Option<String> + Send + Sync>;
@@ -70,8 +76,9 @@ impl ServedShare {
     /// As [`Self::new`], for a mount whose requests the kernel serves.
     #[must_use]
     pub fn served_by_kernel(start_status: ShareStatus, name: String) -> Self {
-        let (exports, settings, metrics) = Default::default();
-        Self { start_status, name, source: None, mounted: None, cache: None, exports, limit: None, settings, metrics }
+        let (exports, images, settings, metrics) = Default::default();
+        let (source, mounted, cache, limit) = Default::default();
+        Self { start_status, name, source, mounted, cache, exports, images, limit, settings, metrics }
     }
 
     /// Records an address for 9P clients.
@@ -98,6 +105,16 @@ impl ServedShare {
     /// Adds an export; `report` is called whenever a client asks, and returns `None` once the export has ended.
     pub fn exported(&mut self, report: impl Fn() -> Option<ExportReport> + Send + Sync + 'static) {
         self.exports.push(Box::new(report));
+    }
+
+    /// Records what holds the images of a snapshotter; `images` is called whenever a client asks.
+    pub fn holds(&mut self, images: impl Fn() -> Vec<HeldImage> + Send + Sync + 'static) {
+        self.images = Some(Box::new(images));
+    }
+
+    /// Returns what holds the images.
+    pub(crate) fn images(&self) -> Vec<HeldImage> {
+        self.images.as_ref().map_or(Vec::new(), |images| images())
     }
 
     /// Records the counters of an export, for traces.

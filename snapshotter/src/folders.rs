@@ -98,6 +98,12 @@ impl Folders {
         Ok(folders)
     }
 
+    /// Returns the root.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
     /// Returns the file of the records.
     #[must_use]
     pub fn metadata(&self) -> PathBuf {

@@ -22,6 +22,7 @@ mod erofs;
 mod error;
 mod filter;
 mod folders;
+mod holders;
 mod idmap;
 mod idmapped;
 mod keys;

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Weak};
 
-use ferry_control::{ExportKind, ExportReport, ServedShare, ShareStatus, UsageReport};
+use ferry_control::{ExportKind, ExportReport, HeldImage, ServedShare, ShareStatus, UsageReport};
 use ferry_image::told;
 
 use crate::config::Config;
@@ -19,8 +19,17 @@ pub fn served(config: &Config, snapshotter: &Arc<Snapshotter>) -> ServedShare {
     let mut served = ServedShare::served_by_kernel(shown, "snapshotter".into());
     // Its threads outlive the snapshotter, whose metadata must be closed by then.
     let snapshotter = Arc::downgrade(snapshotter);
+    let of_images = Weak::clone(&snapshotter);
+    served.holds(move || Weak::upgrade(&of_images).map_or(Vec::new(), |snapshotter| images(&snapshotter)));
     served.exported(move || Weak::upgrade(&snapshotter).map(|snapshotter| report(&snapshotter)));
     served
+}
+
+fn images(snapshotter: &Snapshotter) -> Vec<HeldImage> {
+    snapshotter.held_images().unwrap_or_else(|error| {
+        tracing::warn!("cannot tell what holds the images: {}", told(&error));
+        Vec::new()
+    })
 }
 
 fn report(snapshotter: &Snapshotter) -> ExportReport {

@@ -46,7 +46,7 @@ pub struct Snapshotter {
     /// Whether new snapshots are based on merged images.
     merges: bool,
     /// Images that are fetched on demand.
-    lazy: Arc<Lazy>,
+    pub(crate) lazy: Arc<Lazy>,
     pub(crate) keys: Keys,
     /// containerd's own root.
     pub(crate) containerd_root: PathBuf,

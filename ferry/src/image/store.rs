@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ferry_control::printable_json;
+use ferry_control::{HeldImage, Request, printable, printable_json};
 use ferry_image::{
     ChangeKind, Digests, ExclusiveStore, GcObjects, GcReport, Image, ImageUsage, LiveSet, Store, Usage,
     object_locations,
@@ -14,6 +14,7 @@ use serde_json::json;
 
 use super::args::StoreArg;
 use super::report::set_name;
+use crate::control::Target;
 use crate::output::{ignore_closed_pipe, print};
 use crate::status;
 
@@ -114,12 +115,16 @@ fn snapshotter_of(store: &Path) -> Option<PathBuf> {
     (root.join("metadata.redb").is_file() && root.join("snapshots").is_dir()).then(|| root.to_owned())
 }
 
-/// Returns the images of layers, and those that are fetched on demand.
+/// Returns the images of layers, also of uncommitted ones, and those that are fetched on demand.
 fn images_of_snapshotter(root: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for folder in ["snapshots", "lazy"].map(|name| root.join(name)) {
         let entries = std::fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))?;
-        files.extend(entries.flatten().map(|entry| entry.path().join("image")).filter(|image| image.is_file()));
+        let of_snapshot = |path: PathBuf| ["image", "applied"].map(|name| path.join(name));
+        // For a moment, a layer has both names.
+        let images =
+            entries.flatten().filter_map(|entry| of_snapshot(entry.path()).into_iter().find(|it| it.is_file()));
+        files.extend(images);
     }
     files.sort_unstable();
     Ok(files)
@@ -131,7 +136,9 @@ pub fn gc(args: &GcArgs) -> Result<()> {
     if let Some(root) = snapshotter_of(store) {
         bail!(
             "{} is the store of ferry-snapshotter (see {}), which alone knows the layers that images, leases and pulls of containerd need: it \
-             removes the others when containerd collects garbage, so remove images there (crictl rmi, nerdctl rmi, ctr images rm)",
+             removes the others when containerd collects garbage, so remove images there (crictl rmi, nerdctl rmi, ctr images rm); ferry image \
+             du --store {} shows what holds each layer",
+            store.display(),
             store.display(),
             root.join("metadata.redb").display()
         );
@@ -179,17 +186,23 @@ pub fn gc(args: &GcArgs) -> Result<()> {
     print(&text)
 }
 
-/// Shows the space of each image and of the store.
+/// Shows the space of each image and of the store; for the store of a snapshotter also which snapshots hold the images.
 pub fn du(args: &DuArgs) -> Result<()> {
     let store = Store::open(&args.images.store.store)?;
+    let root = snapshotter_of(&args.images.store.store);
     let mut usage = Usage::default();
     let mut images = Vec::new();
     for file in args.images.files()? {
-        let image = Image::open(&file, None)?;
+        let image = match Image::open(&file, None) {
+            // It was removed, or committed under another name, since it was listed.
+            Err(_) if root.is_some() && !file.exists() => continue,
+            image => image?,
+        };
         let found = object_locations(&image).with_context(|| format!("{} is damaged", file.display()))?;
         usage.add(&found);
         images.push((file, image.bytes(), found));
     }
+    let holders = root.as_deref().and_then(Holders::ask);
     let total = usage.total(&store)?;
     let unused = total.bytes.saturating_sub(total.garbage_bytes).saturating_sub(total.live_bytes);
     if args.json {
@@ -197,7 +210,11 @@ pub fn du(args: &DuArgs) -> Result<()> {
             .iter()
             .map(|(file, bytes, found)| {
                 let ImageUsage { bytes: data, own_bytes: own } = usage.of_image(found);
-                json!({"image": file.display().to_string(), "image_bytes": bytes, "data_bytes": data, "own_bytes": own})
+                let mut image = json!({"image": file.display().to_string(), "image_bytes": bytes, "data_bytes": data, "own_bytes": own});
+                if let Some(holders) = &holders {
+                    image["held_by"] = json!(holders.of(file).collect::<Vec<_>>());
+                }
+                image
             })
             .collect();
         let answer = json!({"images": images, "packs": total.packs, "objects": total.objects, "store_bytes": total.bytes,
@@ -208,16 +225,65 @@ pub fn du(args: &DuArgs) -> Result<()> {
     for (file, bytes, found) in &images {
         let ImageUsage { bytes: data, own_bytes: own } = usage.of_image(found);
         text += &format!("{bytes:>12} {data:>14} {own:>14}  {}\n", file.display());
+        text += &holders.as_ref().map_or_else(String::new, |holders| holders.text(file));
     }
     text += &format!(
-        "{} bytes in {} packs{}: {} needed, {unused} unused in the same packs, {} that gc removes\n",
+        "{} bytes in {} packs{}: {} needed, {unused} unused in the same packs, {} that {} removes\n",
         total.bytes,
         total.packs,
         if total.objects > 0 { format!(" and {} objects", total.objects) } else { String::new() },
         total.live_bytes,
-        total.garbage_bytes
+        total.garbage_bytes,
+        if root.is_some() { "containerd's garbage collection" } else { "gc" },
     );
     print(&text)
+}
+
+/// Which snapshots hold the images of a running snapshotter.
+struct Holders {
+    root: PathBuf,
+    images: Vec<HeldImage>,
+}
+
+impl Holders {
+    /// Asks the snapshotter, if it runs.
+    fn ask(root: &Path) -> Option<Self> {
+        let asked = Target::find(root).and_then(|target| target.client.ask(&Request::Images));
+        match asked {
+            Ok((images, _)) => Some(Self { root: root.to_owned(), images }),
+            Err(error) => {
+                eprintln!(
+                    "ferry: what holds these images is not shown, because ferry-snapshotter does not tell: {error:#}"
+                );
+                None
+            }
+        }
+    }
+
+    fn of(&self, image: &Path) -> impl Iterator<Item = &HeldImage> {
+        // The named file may have another path.
+        let image = image.canonicalize().unwrap_or_else(|_| image.to_owned());
+        self.images.iter().filter(move |held| self.root.join(&held.image) == image)
+    }
+
+    /// Describes what holds an image, one line for each snapshot.
+    fn text(&self, image: &Path) -> String {
+        let lines = self.of(image).map(|held| {
+            let container = held.container.as_ref().map_or_else(String::new, |container| format!(" of {container}"));
+            let more = held.uses_count.saturating_sub(held.uses.len() as u64);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            let uses = match &*held.uses.join(", ") {
+                "" => "no snapshot is based on it: an image or a lease of containerd keeps it".to_owned(),
+                uses => format!("based on it: {uses}{more}"),
+            };
+            printable(&format!("held by snapshot {}{container}; {uses}", held.snapshot)).into_owned()
+        });
+        let mut lines: Vec<String> = lines.collect();
+        if lines.is_empty() {
+            lines.push("held by no snapshot: it was pulled just now, or goes with the next garbage".to_owned());
+        }
+        lines.iter().map(|line| format!("{:44}{line}\n", "")).collect()
+    }
 }
 
 /// Lists what changed; returns the exit status.

@@ -183,7 +183,12 @@ impl Lazy {
 
     /// Whether the image of a snapshot was made.
     pub fn has(&self, remote: &RemoteLayers) -> bool {
-        self.folder(&remote.key()).join("image").exists()
+        self.image(remote).exists()
+    }
+
+    /// Returns the file of a snapshot's image, which may not be made.
+    pub fn image(&self, remote: &RemoteLayers) -> PathBuf {
+        self.folder(&remote.key()).join("image")
     }
 
     fn is_here(&self, image: &LazyImage) -> bool {

@@ -69,12 +69,32 @@ fn nothing_is_removed_from_the_store_by_hand() {
     fs::write(mounted.path().join("file"), "of a layer".repeat(1000)).unwrap();
     drop(mounted);
     client.commit("layer", "a").unwrap();
+    client.prepare("container", "layer").unwrap();
     let (root, link) = (server.root(), server.folder.path().join("link"));
     std::os::unix::fs::symlink(root.join("store"), &link).unwrap();
     let empty = root.join("snapshots/1/image");
     let image = |words: &[&str], store: &Path| {
         Command::new(ferry()).arg("image").args(words).arg("--store").arg(store).output().unwrap()
     };
+    // It says why each image stays.
+    let output = image(&["du", "--json"], &link);
+    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let held: Vec<_> = found["images"].as_array().unwrap().iter().map(|image| image["held_by"].clone()).collect();
+    let expected = [("empty", vec![]), ("layer", vec!["container"])].map(|(snapshot, uses)| {
+        let count = uses.len();
+        serde_json::json!([{"image": format!("snapshots/{}/image", 1 + count), "snapshot": snapshot, "uses": uses, "uses_count": count}])
+    });
+    assert_eq!(held, expected, "{found}");
+    let output = image(&["du"], &root.join("store"));
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        said.contains("held by snapshot layer; based on it: container\n")
+            && said.contains(
+                "held by snapshot empty; no snapshot is based on it: an image or a lease of containerd keeps it\n"
+            )
+            && said.contains("that containerd's garbage collection removes\n"),
+        "{said}"
+    );
     // It makes no difference whether it runs.
     for is_running in [true, false] {
         if !is_running {
@@ -91,7 +111,8 @@ fn nothing_is_removed_from_the_store_by_hand() {
     let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let images = found["images"].as_array().unwrap();
     assert!(images.len() == 2 && images.iter().any(|image| image["own_bytes"] == 12_288), "{found}");
-    assert_eq!(found["garbage_bytes"], 0);
+    assert_eq!((&found["garbage_bytes"], &images[0]["held_by"]), (&0.into(), &serde_json::Value::Null));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("does not tell"), "{output:?}");
     let output = image(&["du"], server.folder.path());
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{said}");
