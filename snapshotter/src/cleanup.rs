@@ -36,7 +36,7 @@ impl Snapshotter {
             entries => entries.doing("list", self.folders.snapshot(id))?,
         };
         let kept: &[&str] = match is_directory {
-            true => &["fs", "work", "lower", "applied"],
+            true => &["fs", "work", "lower", "applied", "share"],
             false if record.merged.is_empty() => &["image", "layer"],
             false => &["image", "layer", "merged-image", "merged"],
         };
@@ -57,6 +57,8 @@ impl Snapshotter {
     pub fn cleanup(&self) -> Result<()> {
         let unknown: Vec<_> = self.metadata.with_ids(|ids| {
             let take = |folder: PathBuf| {
+                let id = folder.file_name().and_then(|id| id.to_str()?.parse().ok());
+                id.into_iter().for_each(|id| self.shares.end(id, &folder));
                 unmount_in(&folder)?;
                 self.folders.take(&folder)
             };

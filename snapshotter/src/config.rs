@@ -58,6 +58,14 @@ impl Default for LazyConfig {
     }
 }
 
+/// How virtual machines have views.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
+pub struct VirtiofsConfig {
+    /// The directory of the sockets of views whose label asks for one; otherwise there are none.
+    pub socket_directory: Option<PathBuf>,
+}
+
 /// The configuration file.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
@@ -74,6 +82,8 @@ pub struct Config {
     pub containerd_root: PathBuf,
     /// Lazy images.
     pub lazy: LazyConfig,
+    /// Which views are shared by virtio-fs.
+    pub virtiofs: VirtiofsConfig,
 }
 
 impl Default for Config {
@@ -85,6 +95,7 @@ impl Default for Config {
             merge: true,
             containerd_root: "/var/lib/containerd".into(),
             lazy: LazyConfig::default(),
+            virtiofs: VirtiofsConfig::default(),
         }
     }
 }
@@ -100,9 +111,10 @@ impl Config {
     /// The file is invalid; the error has the reason and the position.
     pub fn parse(text: &str, folder: &Path) -> Result<Self, toml::de::Error> {
         let mut config: Self = toml::from_str(text)?;
-        let Self { root, address, containerd_root, lazy: LazyConfig { hosts, credentials, program, .. }, .. } =
-            &mut config;
-        for path in [root, address, containerd_root].into_iter().chain(hosts).chain(credentials).chain(program) {
+        let Self { root, address, containerd_root, lazy, virtiofs, .. } = &mut config;
+        let LazyConfig { hosts, credentials, program, .. } = lazy;
+        let all = [root, address, containerd_root].into_iter().chain(hosts).chain(credentials).chain(program);
+        for path in all.chain(&mut virtiofs.socket_directory) {
             *path = folder.join(&*path);
         }
         Ok(config)
@@ -124,8 +136,11 @@ mod tests {
         assert_eq!(config.images, Images::Never);
         let lazy = parse("[lazy]\nfrom = ['*']\nhosts = ['h']\nprogram = '/bin/ferry'").unwrap().lazy;
         assert_eq!((lazy.hosts, lazy.program), (vec!["/etc/ferry/h".into()], Some("/bin/ferry".into())));
+        let virtiofs = parse("[virtiofs]\nsocket-directory = 's'").unwrap().virtiofs;
+        assert_eq!(virtiofs.socket_directory, Some("/etc/ferry/s".into()));
         for (text, why) in [
             ("rot = 1", "unknown field"),
+            ("[virtiofs]\nsocket = 's'", "unknown field"),
             ("[lazy]\nfrom = 1", "invalid type"),
             ("[lazy]\nrot = 1", "unknown field"),
             ("[lazy]\nfetch-rate = 0", "expected a nonzero u64"),

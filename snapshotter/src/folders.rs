@@ -9,6 +9,7 @@
 //! ROOT/snapshots/ID/layer where it is mounted
 //! ROOT/snapshots/ID/merged-image  the image of this layer and all below it
 //! ROOT/snapshots/ID/merged where it is mounted
+//! ROOT/snapshots/ID/share  the process that shares a view by virtio-fs, see [`crate::virtiofs`]
 //! ROOT/snapshots/ID/lower/NUMBER, merged   the layers below, with the users of a container
 //! ROOT/trash/             directories that are being removed
 //! ROOT/probe/             files of the tests at start
@@ -322,7 +323,7 @@ fn refuse_others(root: &Path) -> Result<()> {
 }
 
 /// Creates a directory with these permissions, whatever the umask, unless it exists.
-fn create_dir(path: &Path, mode: u32) -> Result<()> {
+pub(crate) fn create_dir(path: &Path, mode: u32) -> Result<()> {
     match DirBuilder::new().recursive(true).mode(mode).create(path) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error).doing("create", path),
         _ if path.is_dir() => Ok(()),

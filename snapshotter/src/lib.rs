@@ -37,8 +37,9 @@ mod service;
 mod snapshotter;
 mod trash;
 mod usage;
+mod virtiofs;
 
-pub use config::{Config, Images, LazyConfig};
+pub use config::{Config, Images, LazyConfig, VirtiofsConfig};
 pub use error::{Error, Result};
 pub use filter::{FILTER_BYTES_MAX, FILTERS_MAX, Filter, PATTERNS_MAX};
 pub use folders::ROOT_BYTES_MAX;
@@ -47,3 +48,4 @@ pub use metadata::{LAYERS_MAX, Usage};
 pub use report::served;
 pub use server::{Socket, serve};
 pub use snapshotter::{LABEL_BYTES_MAX, LABELS_MAX, NAME_BYTES_MAX, NewSnapshot, Snapshotter};
+pub use virtiofs::VIRTIOFS_LABEL;

@@ -58,6 +58,8 @@ Configuration file, with the defaults:
   containerd-root = \"/var/lib/containerd\"
   [lazy]
   from = []            # whose images start before their layers are downloaded
+  [virtiofs]
+  # socket-directory = \"DIR\"   # sockets of views that virtual machines read
 
 In /etc/containerd/config.toml:
   [proxy_plugins.ferry]
@@ -151,6 +153,7 @@ fn run(config: &Config, logging: Logging) -> Result<()> {
     let snapshotter = Snapshotter::open(config).with_context(|| format!("cannot use {}", config.root.display()))?;
     let socket = Socket::bind(&config.address)?;
     let snapshotter = Arc::new(snapshotter);
+    snapshotter.revive_shares();
     let _control = Control::start(control, vec![served(config, &snapshotter)].into(), logging, Owner::default());
     tracing::info!("serving {} on {}", config.root.display(), config.address.display());
     tracing::info!(

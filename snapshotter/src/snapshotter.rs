@@ -24,6 +24,7 @@ use crate::keys::Keys;
 use crate::layers::{Layers, unmount_in};
 use crate::lazy::{Lazy, Request, TARGET};
 use crate::metadata::{Commit, LAYERS_MAX, Metadata, Record, RemoteLayers, Usage, too_deep};
+use crate::virtiofs::Shares;
 use crate::{calls, overlay, usage};
 
 /// The maximum length of a name or key in bytes; those of containerd have about 200.
@@ -47,6 +48,8 @@ pub struct Snapshotter {
     merges: bool,
     /// Images that are fetched on demand.
     pub(crate) lazy: Arc<Lazy>,
+    /// Views that virtual machines have.
+    pub(crate) shares: Shares,
     pub(crate) keys: Keys,
     /// containerd's own root.
     pub(crate) containerd_root: PathBuf,
@@ -88,10 +91,11 @@ impl Snapshotter {
         let metadata = Metadata::open(&folders.metadata())?;
         log_failure(folders.empty_trash(unmount_in));
         let layers = Layers::new(folders.clone(), config.images)?;
+        let shares = Shares::new(config.virtiofs.clone(), config.lazy.clone())?;
         let lazy = Arc::new(Lazy::new(folders.clone(), config.lazy.clone()));
         let (keys, metrics) = (Keys::default(), calls::metrics());
         let (containerd_root, merges) = (config.containerd_root.clone(), config.merge);
-        let snapshotter = Self { metadata, folders, layers, merges, lazy, keys, containerd_root, metrics };
+        let snapshotter = Self { metadata, folders, layers, merges, lazy, shares, keys, containerd_root, metrics };
         snapshotter.finish_interrupted()?;
         log_failure(snapshotter.cleanup());
         snapshotter.lazy.revive();
@@ -249,6 +253,7 @@ impl Snapshotter {
     fn add(&self, kind: Kind, NewSnapshot { key, parent, labels }: NewSnapshot) -> Result<Vec<Mount>> {
         check_name(&key)?;
         let labels = checked_labels(labels)?;
+        self.check_shared(kind, &labels)?;
         let idmaps = IdMaps::of(&labels)?;
         if idmaps.is_some() {
             check_idmaps()?;
@@ -321,6 +326,9 @@ impl Snapshotter {
     }
 
     fn mounts_of(&self, record: &Record, lower: &[PathBuf]) -> Result<Vec<Mount>> {
+        if let Some(shared) = self.shared_mounts(record)? {
+            return Ok(shared);
+        }
         let (upper, work) = (self.folders.upper(record.id), self.folders.work(record.id));
         let idmapped =
             IdMaps::of(&record.labels)?.map(|maps| self.layers.idmap(record.id, lower, &maps)).transpose()?;
@@ -392,6 +400,7 @@ impl Snapshotter {
         if let Some(remote) = &record.remote {
             log_failure(self.lazy.remove(remote));
         }
+        self.shares.end(record.id, &self.folders.snapshot(record.id));
         log_failure(self.layers.unmount(record.id));
         log_failure(self.folders.discard(&self.folders.snapshot(record.id)));
         Ok(())

@@ -12,7 +12,7 @@
 //! The record of such a snapshot has the number of layers that it represents. Its mount shows all of them merged.
 
 mod labels;
-mod process;
+pub(crate) mod process;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -37,6 +37,7 @@ use crate::folders::Folders;
 use crate::keys::Keys;
 use crate::layers::unmount_in;
 use crate::metadata::{RemoteLayers, Usage};
+use crate::virtiofs::SharedImage;
 
 /// The maximum time that the first call for an image waits for its registry; after that the image is unpacked as usual.
 const START_TIME: Duration = Duration::from_secs(30);
@@ -295,6 +296,19 @@ impl Lazy {
             None => self.pull(&remote.container, Some(remote.layers as usize))?.1,
         };
         self.mount(&key, puller)
+    }
+
+    /// Returns the image of a snapshot that [`Self::layer`] has mounted, with what a process needs to serve it, too.
+    ///
+    /// # Errors
+    ///
+    /// It was not made.
+    pub fn shared(&self, remote: &RemoteLayers) -> Result<SharedImage> {
+        let key = remote.key();
+        let about =
+            self.about(&key)?.ok_or_else(|| Error::Lazy { image: key.clone(), reason: "it was removed".into() })?;
+        let from = Some((about.from, self.folder(&key).join("manifest")));
+        Ok(SharedImage { path: self.image(remote), digest: about.digest, from })
     }
 
     /// Mounts an image, unless it is mounted and served; returns the mount point. `puller` is the process that pulled it.

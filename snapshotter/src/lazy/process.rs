@@ -11,10 +11,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferry_registry::{LazyImage, LazyOptions};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statfs, statx};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::config::LazyConfig;
 use crate::erofs;
@@ -22,6 +22,8 @@ use crate::error::{Error, IoContext, Result};
 
 /// The maximum time of a mount: the process sends one request to the registry.
 const MOUNT_TIME: Duration = Duration::from_secs(60);
+/// How long a process may take to end before it is killed.
+const END_TIME: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(2);
 /// The maximum time of a pull, also after the caller's timeout. The process's own limits end earlier.
 const PULL_TIME: Duration = Duration::from_secs(330);
@@ -90,17 +92,12 @@ pub struct Job<'a> {
     pub process: &'a Path,
 }
 
-/// Returns the command of a process for an image, its mount point, its store and its reference.
-fn command(config: &LazyConfig, (image, at): (&Path, &Path), store: &Path, from: &str) -> Result<Command> {
-    let mut command = Command::new(program(config));
-    command.args(["image", "mount"]).arg(image).arg(at).arg("--store").arg(store);
-    // The kernel shows set-user-id programs and devices, as in the directories of ordinary layers: only root can enter the root.
-    command.args(["--from", from, "--foreground", "-o", "suid,dev", "--jobs", &config.jobs.to_string()]);
-    if let Some(rate) = config.fetch_rate {
-        command.args(["--fetch-rate", &rate.to_string()]);
-    }
-    let failed = |reason: String| Error::Lazy { image: from.into(), reason };
-    let hosts = std::env::join_paths(&config.hosts).map_err(|error| failed(format!("hosts: {error}")))?;
+/// Returns a command of `ferry` that may fetch data, without arguments.
+pub(crate) fn program_command(config: &LazyConfig) -> Result<Command> {
+    let program = program(config);
+    let mut command = Command::new(&program);
+    let failed = |error| Error::InvalidArgument(format!("hosts of {}: {error}", program.display()));
+    let hosts = std::env::join_paths(&config.hosts).map_err(failed)?;
     command.env("FERRY_REGISTRY_HOSTS", hosts).env_remove("NOTIFY_SOCKET");
     if let Some(credentials) = &config.credentials {
         command.env("REGISTRY_AUTH_FILE", credentials);
@@ -110,7 +107,20 @@ fn command(config: &LazyConfig, (image, at): (&Path, &Path), store: &Path, from:
     Ok(command)
 }
 
-fn spawn(command: &mut Command, from: &str) -> Result<Child> {
+/// Returns the command of a process for an image, its mount point, its store and its reference.
+fn command(config: &LazyConfig, (image, at): (&Path, &Path), store: &Path, from: &str) -> Result<Command> {
+    let mut command = program_command(config)?;
+    command.args(["image", "mount"]).arg(image).arg(at).arg("--store").arg(store);
+    // The kernel shows set-user-id programs and devices, as in the directories of ordinary layers: only root can enter the root.
+    command.args(["--from", from, "--foreground", "-o", "suid,dev", "--jobs", &config.jobs.to_string()]);
+    if let Some(rate) = config.fetch_rate {
+        command.args(["--fetch-rate", &rate.to_string()]);
+    }
+    Ok(command)
+}
+
+/// Starts a process for an image, which is named in the error.
+pub(crate) fn spawn(command: &mut Command, from: &str) -> Result<Child> {
     let program = PathBuf::from(command.get_program());
     let reason = |error| format!("cannot start {}: {error}", program.display());
     command.spawn().map_err(|error| Error::Lazy { image: from.into(), reason: reason(error) })
@@ -212,10 +222,10 @@ pub fn mount(
             spawn(&mut command, job.from)?
         }
     };
-    let named = started(child.id()).unwrap_or_default();
+    let named = name(child.id());
     let end = Instant::now() + MOUNT_TIME;
     let mut wait = || {
-        fs::write(job.process, format!("{} {named}", child.id())).doing("write to", job.process)?;
+        fs::write(job.process, &named).doing("write to", job.process)?;
         loop {
             let status = child.try_wait().doing("wait for", &program)?;
             if matches!(mounted(job.at)?, MountState::Erofs | MountState::Fuse) && mount_id(job.at)? != before {
@@ -269,6 +279,44 @@ pub fn on_thread(wait: impl FnOnce() + Send + 'static) {
 #[must_use]
 pub fn runs(process: &Path) -> bool {
     running(process).is_some()
+}
+
+/// Returns the contents of the file that names a process.
+pub(crate) fn name(pid: u32) -> String {
+    format!("{pid} {}", started(pid).unwrap_or_default())
+}
+
+/// Asks the process that a file names to end; one that does not is killed.
+///
+/// # Errors
+///
+/// It cannot be signalled.
+pub(crate) fn end(process: &Path) -> Result<()> {
+    let Some(pid) = running(process) else { return Ok(()) };
+    let descriptor = match pidfd_open(pid, PidfdFlags::empty()) {
+        Err(Errno::SRCH) => return Ok(()),
+        opened => opened.doing("find the process of", process)?,
+    };
+    // The number may have been used again before there was a descriptor.
+    if running(process) != Some(pid) {
+        return Ok(());
+    }
+    for signal in [Signal::TERM, Signal::KILL] {
+        match pidfd_send_signal(&descriptor, signal) {
+            Err(Errno::SRCH) => return Ok(()),
+            sent => sent.doing("end the process of", process)?,
+        }
+        let end = Instant::now() + END_TIME;
+        loop {
+            let left: Timespec = end.saturating_duration_since(Instant::now()).try_into().unwrap_or_default();
+            match poll(&mut [PollFd::new(&descriptor, PollFlags::IN)], Some(&left)) {
+                Err(Errno::INTR) => {}
+                Ok(0) => break,
+                ended => return ended.map(drop).doing("wait for the process of", process),
+            }
+        }
+    }
+    Ok(())
 }
 
 fn running(process: &Path) -> Option<Pid> {

@@ -38,3 +38,4 @@ mod suite;
 mod survives;
 mod tree;
 mod unit;
+mod virtiofs;

@@ -130,6 +130,19 @@ impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+        // Those that share views outlive it.
+        for entry in fs::read_dir(self.root().join("snapshots")).into_iter().flatten().flatten() {
+            let text = fs::read_to_string(entry.path().join("share")).unwrap_or_default();
+            let pid = text.split(' ').next().and_then(|pid| Pid::from_raw(pid.parse().ok()?));
+            // The number of one that has ended may be another's.
+            let is_share = |pid: &Pid| {
+                let line = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero())).unwrap_or_default();
+                line.windows(5).any(|word| word == b"share")
+            };
+            if let Some(pid) = pid.filter(is_share) {
+                let _ = kill_process(pid, Signal::TERM);
+            }
+        }
         for at in mount_points(self.folder.path()).iter().rev() {
             let _ = unmount(at, UnmountFlags::DETACH);
         }
