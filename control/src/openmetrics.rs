@@ -119,7 +119,7 @@ const FAMILIES: [Family; 6] = [
 ];
 
 /// What exports and their sources report as [`crate::UsageReport`]: the name there, which makes a counter if it ends in `_total`, and what it is.
-const USAGE: [(&str, &str); 22] = [
+const USAGE: [(&str, &str); 23] = [
     ("fids", "Fids of 9P clients."),
     ("connections", "Connections of 9P clients, or virtual machine monitors of a 9P device."),
     ("threads", "Threads that serve 9P clients."),
@@ -140,6 +140,7 @@ const USAGE: [(&str, &str); 22] = [
     ("restarts_total", "Times that a server has taken over the guests of the one before (--state)."),
     ("limit_waits_total", "Times that requests had to wait for their limit (--limit)."),
     ("snapshots", "Snapshots of containers, by kind."),
+    ("layer_directories", "Committed layers of containers that are directories, and no images."),
     ("layer_mounts", "Layers of containers that are mounted."),
     ("store_bytes", "Bytes on disk of the store that all layers share."),
     ("image_fetched_bytes_total", "Bytes of objects of an image that were fetched."),

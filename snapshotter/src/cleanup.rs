@@ -23,7 +23,7 @@ impl Snapshotter {
 
     fn finish_one(&self, name: &str, record: &Record) -> Result<()> {
         let id = record.id;
-        let is_directory = record.image.is_none() && record.remote.is_none();
+        let is_directory = record.is_directory();
         if !is_directory {
             // Before the only other copy is removed.
             self.restore_image(record)?;

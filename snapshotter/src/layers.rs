@@ -47,6 +47,8 @@ pub struct Layers {
     has_garbage: AtomicBool,
     /// Layers that cannot be merged with those below, although there was space. Not retried before the next start.
     not_merged: Mutex<BTreeSet<u64>>,
+    /// Layers that cannot be images, although there was space; likewise.
+    not_built: Mutex<BTreeSet<u64>>,
 }
 
 impl Layers {
@@ -75,6 +77,7 @@ impl Layers {
             recording: RwLock::default(),
             has_garbage: AtomicBool::new(true),
             not_merged: Mutex::default(),
+            not_built: Mutex::default(),
         })
     }
 
@@ -89,23 +92,50 @@ impl Layers {
         if !self.builds {
             return None;
         }
-        match self.try_build(id) {
-            Ok(image) => image,
-            Err(error) => {
-                tracing::warn!("layer {id} stays a directory: {}", told(&error));
-                self.undo(id);
-                None
+        // Its directory is removed below, which would break other mounts of it.
+        let built = match self.is_mounted(id) {
+            Ok(false) => self.try_build(id),
+            Ok(true) => {
+                tracing::warn!("layer {id} is still mounted, and stays a directory: it becomes an image later");
+                return None;
             }
-        }
+            Err(error) => Err(error),
+        };
+        built.inspect_err(|error| self.note_not_built(id, error)).ok()
     }
 
-    fn try_build(&self, id: u64) -> Result<Option<LayerImage>> {
-        let upper = self.folders.upper(id);
-        // Its directory is removed below, which would break other mounts of it.
-        if mounted::is_in_use(&upper)? {
-            tracing::warn!("layer {id} is still mounted, and stays a directory");
+    /// As [`Self::build`], for a layer that was committed as a directory. One that can never be an image is not tried again.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be an image, or not now.
+    pub fn build_later(&self, id: u64) -> Result<Option<LayerImage>> {
+        if lock(&self.not_built).contains(&id) || self.is_mounted(id)? {
             return Ok(None);
         }
+        self.try_build(id).map(Some).inspect_err(|error| self.note_not_built(id, error))
+    }
+
+    /// Whether something has the directory of a layer mounted, also below others.
+    ///
+    /// # Errors
+    ///
+    /// The kernel's mount table cannot be read.
+    pub fn is_mounted(&self, id: u64) -> Result<bool> {
+        mounted::is_in_use(&self.folders.upper(id))
+    }
+
+    fn note_not_built(&self, id: u64, error: &Error) {
+        let when = if may_pass(error) { ": it becomes an image when there is room" } else { "" };
+        tracing::warn!("layer {id} stays a directory: {}{when}", told(error));
+        if !may_pass(error) {
+            lock(&self.not_built).insert(id);
+        }
+        self.undo(id);
+    }
+
+    fn try_build(&self, id: u64) -> Result<LayerImage> {
+        let upper = self.folders.upper(id);
         let _building = lock(&self.building);
         // Remains of a commit with an unknown outcome.
         self.remove_image(id)?;
@@ -113,7 +143,7 @@ impl Layers {
         let report = build(&upper, &self.folders.image(id), store, &BuildOptions::default(), &|_, _| {})?;
         let image = recorded(&report);
         self.mount(id, &image)?;
-        Ok(Some(image))
+        Ok(image)
     }
 
     /// Removes an image that was not recorded.

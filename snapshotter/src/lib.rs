@@ -17,6 +17,7 @@ pub mod api;
 mod calls;
 mod cleanup;
 mod config;
+mod convert;
 pub mod diff;
 mod erofs;
 mod error;

@@ -153,6 +153,7 @@ fn run(config: &Config, logging: Logging) -> Result<()> {
     let snapshotter = Snapshotter::open(config).with_context(|| format!("cannot use {}", config.root.display()))?;
     let socket = Socket::bind(&config.address)?;
     let snapshotter = Arc::new(snapshotter);
+    snapshotter.convert_in_background();
     snapshotter.revive_shares();
     let _control = Control::start(control, vec![served(config, &snapshotter)].into(), logging, Owner::default());
     tracing::info!("serving {} on {}", config.root.display(), config.address.display());

@@ -112,6 +112,12 @@ impl Record {
         Self { kind: kind.into(), parent: parent.into(), labels, ..Self::default() }
     }
 
+    /// Whether its files are in a directory of its own.
+    #[must_use]
+    pub fn is_directory(&self) -> bool {
+        self.image.is_none() && self.remote.is_none()
+    }
+
     /// Returns it in containerd's form.
     #[must_use]
     pub fn info(&self, name: &str) -> Info {
@@ -359,6 +365,18 @@ impl Metadata {
         self.change(name, |record| {
             change(&mut record.labels)?;
             record.updated = Timestamp::now();
+            Ok(())
+        })
+    }
+
+    /// Records the image that a layer has become.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`]
+    pub fn set_image(&self, name: &str, image: LayerImage) -> Result<Record> {
+        self.change(name, |record| {
+            record.image = Some(image);
             Ok(())
         })
     }

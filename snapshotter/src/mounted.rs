@@ -10,7 +10,7 @@ use crate::error::{IoContext, Result};
 
 const MOUNT_TABLE: &str = "/proc/self/mountinfo";
 
-/// Whether a directory `ROOT/snapshots/ID/fs` is the upper directory of an overlayfs, or mounted itself.
+/// Whether a directory `ROOT/snapshots/ID/fs` is a directory of an overlayfs, or mounted itself.
 ///
 /// # Errors
 ///
@@ -23,21 +23,21 @@ pub fn is_in_use(upper: &Path) -> Result<bool> {
     let is_it = |at: &Vec<u8>| {
         fs::metadata(OsStr::from_bytes(at)).map_or(true, |found| (found.dev(), found.ino()) == (own.dev(), own.ino()))
     };
-    Ok(uses.is_upper || uses.bound.iter().any(is_it))
+    Ok(uses.is_in_overlay || uses.bound.iter().any(is_it))
 }
 
-/// The uses of an upper directory in a mount table.
+/// The uses of the directory of a snapshot in a mount table.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Uses {
-    /// Whether an overlayfs has it.
-    is_upper: bool,
+    /// Whether an overlayfs has it, as its upper directory or a lower one.
+    is_in_overlay: bool,
     /// The mount points of directories that may be the same.
     bound: Vec<Vec<u8>>,
 }
 
 /// Parses a mount table (proc_pid_mountinfo(5)). Paths of snapshots have no escapes, because [`crate::folders`] refuses such roots.
 fn uses(table: &[u8], upper: &Path) -> Uses {
-    let option = [&b"upperdir="[..], upper.as_os_str().as_bytes()].concat();
+    let own = upper.as_os_str().as_bytes();
     // Paths in the table are relative to the root of a file system, which may be the root of all snapshots.
     let id = upper.parent().and_then(Path::file_name).unwrap_or_default();
     let tail = [&b"/snapshots/"[..], id.as_bytes(), b"/fs"].concat();
@@ -48,7 +48,8 @@ fn uses(table: &[u8], upper: &Path) -> Uses {
         if root.ends_with(&tail) {
             uses.bound.push(unescaped(at));
         }
-        uses.is_upper |= options.split(|byte| *byte == b',').any(|found| *found == option);
+        // `upperdir=`, `lowerdir=` with colons between, or `lowerdir+=`.
+        uses.is_in_overlay |= options.split(|byte| matches!(byte, b',' | b':' | b'=')).any(|found| *found == *own);
     }
     uses
 }
@@ -83,12 +84,24 @@ mod tests {
     fn upper_directories_and_bind_mounts_are_found() {
         let table = b"22 27 0:21 / /sys rw shared:7 - sysfs sysfs rw\nbroken\n\n\
             36 35 98:0 / /mnt rw shared:2 - overlay overlay rw,lowerdir=/x,upperdir=/root/snapshots/7/fs,workdir=/w\n\
+            37 35 98:1 / /mnt rw - overlay overlay ro,lowerdir=/root/snapshots/5/layer:/root/snapshots/4/fs\n\
+            37 35 98:1 / /mnt rw - overlay overlay ro,lowerdir+=/root/snapshots/5/layer,lowerdir+=/root/snapshots/3/fs\n\
             38 35 8:1 /snapshots/9/fs /tmp/my\\040dir rw - ext4 /dev/sda rw\n";
-        for (id, is_upper, bound) in
-            [(7, true, None), (9, false, Some("/tmp/my dir")), (8, false, None), (97, false, None)]
-        {
+        for (id, is_in_overlay, bound) in [
+            (7, true, None),
+            (4, true, None),
+            (3, true, None),
+            (5, false, None),
+            (9, false, Some("/tmp/my dir")),
+            (8, false, None),
+            (97, false, None),
+        ] {
             let bound = bound.into_iter().map(|at| at.as_bytes().to_vec()).collect();
-            assert_eq!(uses(table, Path::new(&format!("/root/snapshots/{id}/fs"))), Uses { is_upper, bound }, "{id}");
+            assert_eq!(
+                uses(table, Path::new(&format!("/root/snapshots/{id}/fs"))),
+                Uses { is_in_overlay, bound },
+                "{id}"
+            );
         }
     }
 

@@ -34,10 +34,11 @@ fn images(snapshotter: &Snapshotter) -> Vec<HeldImage> {
 
 fn report(snapshotter: &Snapshotter) -> ExportReport {
     let usage = match snapshotter.counts() {
-        Ok(Counts { active, committed, views, layer_mounts, store_bytes }) => [
+        Ok(Counts { active, committed, views, layer_directories, layer_mounts, store_bytes }) => [
             ("snapshots", Some("active"), active),
             ("snapshots", Some("committed"), committed),
             ("snapshots", Some("view"), views),
+            ("layer_directories", None, layer_directories),
             ("layer_mounts", None, layer_mounts),
             ("store_bytes", None, store_bytes),
         ]

@@ -89,7 +89,14 @@ pub async fn answer(
             };
             unary(request, usage).await
         }
-        "Cleanup" => unary(request, move |_: CleanupRequest| all.cleanup()).await,
+        "Cleanup" => {
+            let cleanup = move |_: CleanupRequest| {
+                all.cleanup()?;
+                all.convert_in_background();
+                Ok(())
+            };
+            unary(request, cleanup).await
+        }
         "List" => {
             let list = Stream(Some(move |call| list(&all, &call)));
             Grpc::new(ProstCodec::<ListResponse, ListRequest>::default()).server_streaming(list, request).await

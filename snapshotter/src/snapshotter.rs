@@ -5,11 +5,13 @@
 
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 
 use ferry_engine::metrics::Metrics;
 use ferry_image::told;
+use ferry_vfs::sync::read;
 use rustix::fs::syncfs;
 
 use crate::api::{Info, Kind, Labels, Mount};
@@ -51,6 +53,10 @@ pub struct Snapshotter {
     /// Views that virtual machines have.
     pub(crate) shares: Shares,
     pub(crate) keys: Keys,
+    /// Read-locked from when the directories below a new snapshot are looked up until its record is there.
+    pub(crate) adding: RwLock<()>,
+    /// Whether a thread makes images of directories.
+    pub(crate) converting: AtomicBool,
     /// containerd's own root.
     pub(crate) containerd_root: PathBuf,
     metrics: Arc<Metrics>,
@@ -62,6 +68,8 @@ pub(crate) struct Counts {
     pub active: u64,
     pub committed: u64,
     pub views: u64,
+    /// Committed ones that are directories, and no images.
+    pub layer_directories: u64,
     /// Mounted images of layers.
     pub layer_mounts: u64,
     /// Bytes on disk of the store.
@@ -93,9 +101,22 @@ impl Snapshotter {
         let layers = Layers::new(folders.clone(), config.images)?;
         let shares = Shares::new(config.virtiofs.clone(), config.lazy.clone())?;
         let lazy = Arc::new(Lazy::new(folders.clone(), config.lazy.clone()));
-        let (keys, metrics) = (Keys::default(), calls::metrics());
+        let (keys, adding, converting, metrics) =
+            (Keys::default(), RwLock::default(), AtomicBool::default(), calls::metrics());
         let (containerd_root, merges) = (config.containerd_root.clone(), config.merge);
-        let snapshotter = Self { metadata, folders, layers, merges, lazy, shares, keys, containerd_root, metrics };
+        let snapshotter = Self {
+            metadata,
+            folders,
+            layers,
+            merges,
+            lazy,
+            shares,
+            keys,
+            adding,
+            converting,
+            containerd_root,
+            metrics,
+        };
         snapshotter.finish_interrupted()?;
         log_failure(snapshotter.cleanup());
         snapshotter.lazy.revive();
@@ -263,7 +284,7 @@ impl Snapshotter {
             return Err(Error::AlreadyExists(key));
         }
         // The parent is not removed before this snapshot is based on it.
-        let held = self.keys.hold(&parent);
+        let held = (self.keys.hold(&parent), read(&self.adding));
         let lower = self.lower_held(&parent, self.merges && !is_unpacked(&key, &labels))?;
         if lower.len() >= LAYERS_MAX {
             return Err(too_deep(&key));
@@ -442,6 +463,7 @@ impl Snapshotter {
                 Kind::Committed => &mut counts.committed,
                 _ => &mut counts.active,
             } += 1;
+            counts.layer_directories += u64::from(record.kind() == Kind::Committed && record.is_directory());
             for at in [self.folders.layer(record.id), self.folders.merged(record.id)] {
                 counts.layer_mounts += u64::from(record.image.is_some() && erofs::is_mounted(&at)?);
             }

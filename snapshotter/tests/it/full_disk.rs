@@ -2,14 +2,18 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
+use ferry_control::{REPORT_VERSION, Request, ServerReport};
 use ferry_snapshotter::api::Mount;
 use rustix::fs::{FallocateFlags, fallocate, syncfs};
 use tonic::Code;
 
 use crate::client::Client;
+use crate::control::ask;
 use crate::diff::{GZIP, archive, gzip, layer, left, request, send, start_with};
-use crate::lazy_place::noise;
+use crate::lazy_place::{noise, until};
 use crate::server::{Mounted, Server, on_small_disk};
 
 /// The size of what becomes an image, in bytes.
@@ -92,6 +96,74 @@ fn a_commit_on_a_full_disk_is_done_or_can_be_repeated() {
         fs::remove_file(server.root().join("file")).unwrap();
         drop(filler);
     }
+}
+
+/// The names in the directory of a snapshot.
+fn names(server: &Server, id: u64) -> Vec<String> {
+    let entries = fs::read_dir(server.root().join(format!("snapshots/{id}"))).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort_unstable();
+    names
+}
+
+#[test]
+fn a_layer_that_stayed_a_directory_becomes_an_image_when_there_is_room() {
+    let Some(mut server) = server() else { return };
+    let (mut client, bytes) = (server.client(), noise(5, BYTES));
+    let commit = |client: &mut Client, name: &str, parent: &str, room| {
+        let mounted = Mounted::of(&client.prepare("extract-key", parent).unwrap());
+        fs::write(mounted.path().join("file"), &bytes).unwrap();
+        fs::write(mounted.path().join(name), name).unwrap();
+        drop(mounted);
+        let filler = Filler::leaving(&server.root(), room);
+        client.commit(name, "extract-key").unwrap();
+        filler
+    };
+    let filler = commit(&mut client, "lower", "", 512);
+    if names(&server, 1).contains(&"image".to_owned()) {
+        return ferry_skip::skip!("this disk had room for the image");
+    }
+    assert_eq!(names(&server, 1), ["fs", "work"]);
+    let count = |name: &str| {
+        let (report, _) = ask::<ServerReport>(&server, &Request::Report { version: REPORT_VERSION });
+        report.shares[0].exports[0].usage.iter().find(|usage| usage.name == name).unwrap().value
+    };
+    assert_eq!(count("layer_directories"), 1);
+    // There is no room yet.
+    client.cleanup().unwrap();
+    thread::sleep(Duration::from_millis(200));
+    assert_eq!(names(&server, 1), ["fs", "work"]);
+    drop(filler);
+    drop(commit(&mut client, "upper", "lower", 512));
+    let ids = [1, 2].map(|id| names(&server, id).contains(&"fs".to_owned()));
+    assert_eq!(ids, [true, true]);
+    // What a container is based on stays, whatever has it mounted.
+    let mounted = Mounted::of(&client.prepare("container", "upper").unwrap());
+    client.cleanup().unwrap();
+    thread::sleep(Duration::from_millis(200));
+    assert_eq!([names(&server, 1), names(&server, 2)], [["fs", "work"], ["fs", "work"]]);
+    assert_eq!(fs::read_to_string(mounted.path().join("lower")).unwrap(), "lower");
+    client.remove("container").unwrap();
+    client.cleanup().unwrap();
+    thread::sleep(Duration::from_millis(200));
+    assert!(fs::read(mounted.path().join("file")).unwrap() == bytes, "it is still mounted");
+    drop(mounted);
+    // At the next start, as well.
+    server.kill();
+    client = server.start_again();
+    for id in [1, 2] {
+        until("an image", || names(&server, id) == ["image", "layer"]);
+    }
+    is_right(&mut client, "lower", &bytes);
+    is_right(&mut client, "upper", &bytes);
+    let mounted = Mounted::of(&client.prepare("container", "upper").unwrap());
+    assert_eq!(fs::read_to_string(mounted.path().join("upper")).unwrap(), "upper");
+    drop(mounted);
+    for name in ["container", "upper", "lower"] {
+        client.remove(name).unwrap();
+    }
+    client.cleanup().unwrap();
+    assert_eq!(left(&server), [""; 0]);
 }
 
 #[test]

@@ -4,11 +4,12 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
 use std::time::{Duration, SystemTime};
 
 use rustix::fs::{XattrFlags, lsetxattr};
 
-use crate::lazy_place::ferry;
+use crate::lazy_place::{ferry, until};
 use crate::server::{Mounted, Server, can_mount, in_memory, refused};
 
 /// A server that makes images, or `None`, and the test is skipped.
@@ -162,6 +163,19 @@ fn a_snapshot_that_is_still_mounted_stays_a_directory() {
         assert_eq!(fs::read(mounted.path().join("file")).unwrap(), b"before");
         drop(mounted);
         let mounted = Mounted::of(&client.view("v", &format!("{key}-layer")).unwrap());
+        assert_eq!(fs::read(mounted.path().join("file")).unwrap(), b"before");
+        client.cleanup().unwrap();
+        thread::sleep(Duration::from_millis(200));
+        assert_eq!(fs::read(mounted.path().join("file")).unwrap(), b"before", "a view is based on it");
+        drop(mounted);
+        client.remove("v").unwrap();
+    }
+    // Now nothing has them mounted.
+    client.cleanup().unwrap();
+    for (id, name) in [(2, "a-layer"), (4, "b-layer")] {
+        let folder = server.root().join(format!("snapshots/{id}"));
+        until("an image", || !folder.join("fs").exists() && folder.join("layer").exists());
+        let mounted = Mounted::of(&client.view("v", name).unwrap());
         assert_eq!(fs::read(mounted.path().join("file")).unwrap(), b"before");
         drop(mounted);
         client.remove("v").unwrap();
