@@ -5,7 +5,7 @@ use std::path::Path;
 use ferry_image::{Digest, Store};
 
 use crate::error::{Error, Result};
-use crate::layers::pull_whole;
+use crate::layers::pull_compact;
 use crate::manifest::Sha256;
 use crate::push::{PushAs, push_as};
 use crate::remote::{Document, Remote};
@@ -46,7 +46,7 @@ pub fn convert(
         return Ok(ConvertOutcome { digest, manifest, subject, sent_bytes: None });
     }
     let store = Store::create(folder)?;
-    pull_whole(remote, &container, output, folder, (None, jobs), progress)?;
+    pull_compact(remote, &container, output, folder, jobs, progress)?;
     let kind = PushAs::Referrer(&container);
     let pushed = push_as(remote, (output, None), &store, folder, &kind, jobs, progress)?;
     Ok(ConvertOutcome {

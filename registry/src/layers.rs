@@ -10,7 +10,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use ferry_image::{
-    BuildLayersError, BuildOptions, Digest, Image, Layer, LayerError, Store, Trace, build, build_layers,
+    BuildLayersError, BuildOptions, BuildReport, Digest, Image, Layer, LayerError, Store, Trace, build, build_layers,
+    mostly_unneeded_packs,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -30,6 +31,9 @@ const TABLE_BYTES_MAX: u64 = 160 << 20;
 pub(crate) const TABLES_MEMORY_MAX: u64 = 512 << 20;
 /// The number of tables that are fetched at once: each may take much memory.
 const TABLE_REQUESTS: usize = 4;
+
+/// How often an image is built again at most, to do without packs of which it needs little.
+const COMPACT_BUILDS_MAX: usize = 3;
 
 /// The number of images or layers of which tables of contents are in memory at once.
 const TABLES_AT_ONCE: usize = 4;
@@ -214,6 +218,48 @@ pub(crate) fn pull_whole(
     (expected, jobs): (Option<Digest>, usize),
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<(Digest, u64)> {
+    let build =
+        |source: &Path, new: &Path| build(source, new, Store::create(store)?, &BuildOptions::default(), &|_, _| {});
+    pull_and_build(remote, container, output, store, (expected, jobs), progress, build)
+}
+
+/// As [`pull_whole`], for an image that others fetch from a registry: it uses packs of other images only where it needs most of them.
+pub(crate) fn pull_compact(
+    remote: &Remote,
+    container: &Container,
+    output: &Path,
+    store: &Path,
+    jobs: usize,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<(Digest, u64)> {
+    let build = |source: &Path, new: &Path| {
+        let mut options = BuildOptions::default();
+        let build = |options: &BuildOptions| build(source, new, Store::create(store)?, options, &|_, _| {});
+        let mut built = build(&options)?;
+        // Objects of packs that are left out may be in further packs of others.
+        for _ in 0..COMPACT_BUILDS_MAX {
+            let damaged = |reason| ferry_image::Error::Invalid { path: new.into(), reason };
+            let unneeded = mostly_unneeded_packs(&Image::open(new, None)?).map_err(damaged)?;
+            if unneeded.is_empty() {
+                break;
+            }
+            options.unused_packs.extend(unneeded);
+            built = build(&options)?;
+        }
+        Ok(built)
+    };
+    pull_and_build(remote, container, output, store, (None, jobs), progress, build)
+}
+
+fn pull_and_build(
+    remote: &Remote,
+    container: &Container,
+    output: &Path,
+    store: &Path,
+    (expected, jobs): (Option<Digest>, usize),
+    progress: &(dyn Fn(u64, u64) + Sync),
+    build: impl FnOnce(&Path, &Path) -> ferry_image::Result<BuildReport>,
+) -> Result<(Digest, u64)> {
     // A part of the image needs it in memory.
     if container.config.bytes > CONFIG_BYTES_MAX {
         let reason =
@@ -226,7 +272,7 @@ pub(crate) fn pull_whole(
     fetch_bundle(remote, container, bundle.path(), jobs, progress)?;
     let (mut source, new) = (std::ffi::OsString::from("oci:"), folder.path().join("image"));
     source.push(bundle.path());
-    let built = build(source.as_ref(), &new, Store::create(store)?, &BuildOptions::default(), &|_, _| {})?;
+    let built = build(source.as_ref(), &new)?;
     drop((bundle, kept));
     let own = Image::open(&new, None)?.digest();
     let found = if expected == Some(own) { own } else { built.tree };

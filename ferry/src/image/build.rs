@@ -131,6 +131,7 @@ impl BuildArgs {
             }),
             // composefs enables it on objects where the file system can.
             verity: self.verity && layout == Layout::Flat,
+            unused_packs: usual.unused_packs,
             filter: Filter {
                 exclude: self.exclude.iter().map(|ExcludePattern(pattern)| pattern.clone()).collect(),
                 owner: self.owner.map(|Owner(uid, gid)| (uid, gid)),

@@ -70,6 +70,39 @@ fn converted_images_are_found_beside_the_original() {
     }
 }
 
+/// A machine that has the image fetched would fetch such packs to their end.
+#[test]
+fn converted_images_have_no_packs_that_are_mostly_of_other_images() {
+    let place_of = |files: &[(&str, Vec<u8>)]| {
+        let mut layer = Writer::new(Format::Estargz, &[4 << 20]);
+        files.iter().for_each(|(name, bytes)| layer.file(name, bytes));
+        Place::new(vec![layer.finish()])
+    };
+    let (library, data) = (noise(1, 200_000), noise(2, 6_000_000));
+    let places = [
+        place_of(&[("library", library.clone()), ("data", data.clone())]),
+        place_of(&[("library", library.clone()), ("other", noise(3, 1_000_000))]),
+        place_of(&[("data", data), ("more", noise(4, 1_000_000))]),
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    let store = folder.path().join("store");
+    drop(Store::create(&store).unwrap());
+    let images = [0, 1, 2].map(|number| {
+        let path = folder.path().join(number.to_string());
+        let done = convert(&places[number].fake.remote(), &path, &store, 2, &|_, _| {}).unwrap();
+        let image = Image::open(&path, None).unwrap();
+        Objects::open(&image, &store).unwrap().verify_all().unwrap();
+        let packs: Vec<Digest> = image.packs().iter().map(|pack| pack.name).collect();
+        (packs, done.sent_bytes.unwrap())
+    });
+    let [(first, _), (second, second_bytes), (third, third_bytes)] = images;
+    assert!(!second.iter().any(|pack| first.contains(pack)), "it needs 200 KB of 6 MB");
+    assert!((1_200_000..2_000_000).contains(&second_bytes), "{second_bytes}");
+    assert!(first.iter().all(|pack| third.contains(pack)), "it needs nearly all");
+    // Another repository lacks what it shares.
+    assert!(third_bytes > 7_000_000, "{third_bytes}");
+}
+
 /// A mirror's list may be old or forged, and nothing proves a list.
 #[test]
 fn lists_of_referrers_are_the_registrys_own() {

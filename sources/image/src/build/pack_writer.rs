@@ -13,6 +13,7 @@ use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use crate::build::content_writer::{Buffer, ContentWriter, Stop, WriterOutput, take_hashed};
 use crate::build::hash_pool::Hashers;
+use crate::build::options::Options;
 use crate::build::scan::{FoundFile, unreadable};
 use crate::build::trace::Trace;
 use crate::format::chunk::{self, CHUNK_BYTES};
@@ -61,10 +62,10 @@ struct Input {
 }
 
 impl PackWriter {
-    /// Creates a writer with `threads` threads that hash the files of [`ContentWriter::add_file`]. With `has_verity`,
-    /// all packs of the image have fs-verity digests.
-    pub(crate) fn begin(store: &Arc<Store>, threads: usize, has_verity: bool) -> Result<Self> {
-        let places = Arc::new(store.places(has_verity)?);
+    /// Creates a writer. Its threads hash the files of [`ContentWriter::add_file`].
+    pub(crate) fn begin(store: &Arc<Store>, options: &Options) -> Result<Self> {
+        let (threads, has_verity) = (options.threads, options.verity);
+        let places = Arc::new(store.places(has_verity)?.without(&options.unused_packs));
         let hashes_unless_in = has_verity.then(|| Arc::clone(&places));
         let (batch, pack) = (Batch::new(hashes_unless_in.clone()), NewPack::begin(store, has_verity)?);
         let input = Input { threads, hashers: None, hashes_unless_in, batch, free: Vec::new(), chunks: 0 };

@@ -35,7 +35,7 @@ pub fn build(
     let store = Arc::new(store);
     match options.layout {
         Layout::Flat => {
-            let writer = PackWriter::begin(&store, options.threads, options.verity)?;
+            let writer = PackWriter::begin(&store, options)?;
             build_with(writer, source, image, options, progress)
         }
         Layout::Composefs { version } => {

@@ -49,7 +49,7 @@ pub fn unpack_layer(
     rules: &tar::LayerRules<'_>,
 ) -> Result<UnpackReport> {
     let options = Options::default();
-    let mut writer = PackWriter::begin(&Arc::new(store), options.threads, false)?;
+    let mut writer = PackWriter::begin(&Arc::new(store), &options)?;
     // A container that starts next reads some of the new files.
     writer.keep_cached()?;
     thread::scope(|scope| {

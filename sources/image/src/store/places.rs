@@ -74,6 +74,13 @@ impl StorePlaces {
         Self { store: store.into(), with_verity, table, listing, extra, opened, all }
     }
 
+    /// Leaves out the objects of some packs.
+    pub(crate) fn without(mut self, packs: &[Digest]) -> Self {
+        self.listing.packs.retain(|pack| !packs.contains(pack));
+        self.extra.values_mut().for_each(|found| found.retain(|(pack, _)| !packs.contains(pack)));
+        self
+    }
+
     /// Creates a list of known locations.
     pub(crate) fn known(places: Places) -> Self {
         let (extra, opened, all) = (ExtraLocations::new(), Mutex::default(), OnceLock::from(places));

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::format::chunk;
-use crate::format::data::{Data, ENTRY_BYTES, Run};
+use crate::format::data::{Data, ENTRY_BYTES, PackRef, Run};
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, Flaw, ImageResult, Result};
@@ -56,6 +56,31 @@ pub fn object_locations(image: &Image) -> ImageResult<BTreeMap<ObjectLocation, u
         Ok(())
     })?;
     Ok(found)
+}
+
+/// A pack may have so many bytes that an image does not need: a request more would cost as much.
+const UNNEEDED_BYTES_MAX: u64 = 1 << 20;
+
+/// Returns the packs of which an image needs less than half: a machine that fetches the whole image fetches all of them. They were
+/// made for other images in the same store.
+///
+/// # Errors
+///
+/// The image is damaged.
+pub fn mostly_unneeded_packs(image: &Image) -> ImageResult<Vec<Digest>> {
+    let mut needed = BTreeMap::<Digest, u64>::new();
+    for (place, bytes) in object_locations(image)? {
+        if let ObjectLocation::Packed(pack, _) = place {
+            let needed = needed.entry(pack).or_default();
+            *needed = needed.saturating_add(padded(bytes));
+        }
+    }
+    let is_mostly_unneeded = |pack: &&PackRef| {
+        let needed = needed.get(&pack.name).copied().unwrap_or_default();
+        let unneeded = pack.blocks.saturating_mul(BLOCK_BYTES as u64).saturating_sub(needed);
+        unneeded > needed.max(UNNEEDED_BYTES_MAX)
+    };
+    Ok(image.packs().iter().filter(is_mostly_unneeded).map(|pack| pack.name).collect())
 }
 
 /// The objects of a store, and how many images reference them.
