@@ -7,10 +7,10 @@ use std::path::PathBuf;
 
 use crate::api::Kind;
 use crate::erofs;
-use crate::error::{IoContext, Result};
+use crate::error::{IoContext, Result, log_failure};
 use crate::layers::unmount_in;
 use crate::metadata::{Record, RemoteLayers};
-use crate::snapshotter::{Snapshotter, log_failure};
+use crate::snapshotter::Snapshotter;
 
 impl Snapshotter {
     /// Removes the directories of recorded images, and images that were not recorded.

@@ -12,9 +12,9 @@ use std::time::Duration;
 use rustix::fs::statvfs;
 
 use crate::api::Kind;
-use crate::error::{Error, IoContext, Result};
+use crate::error::{Error, IoContext, Result, log_failure};
 use crate::metadata::Record;
-use crate::snapshotter::{Snapshotter, log_failure};
+use crate::snapshotter::Snapshotter;
 
 /// How often, and with which pause, a moment is looked for in which no snapshot is being added: ten seconds.
 const TRIES: u32 = 500;

@@ -92,3 +92,10 @@ macro_rules! metadata_errors {
 }
 
 metadata_errors!(CommitError, DatabaseError, StorageError, TableError, TransactionError);
+
+/// Logs the failure of a step that the next cleanup repeats.
+pub(crate) fn log_failure(outcome: Result<()>) {
+    if let Err(error) = outcome {
+        tracing::warn!("{}", ferry_image::told(&error));
+    }
+}

@@ -35,6 +35,7 @@ mod overlay;
 mod report;
 mod server;
 mod service;
+mod shared_views;
 mod snapshotter;
 mod trash;
 mod usage;

@@ -10,7 +10,6 @@ use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 
 use ferry_engine::metrics::Metrics;
-use ferry_image::told;
 use ferry_vfs::sync::read;
 use rustix::fs::syncfs;
 
@@ -18,7 +17,7 @@ use crate::api::{Info, Kind, Labels, Mount};
 use crate::config::Config;
 use crate::diff::Applied;
 use crate::erofs;
-use crate::error::{Error, IoContext, Result};
+use crate::error::{Error, IoContext, Result, log_failure};
 use crate::filter::Filter;
 use crate::folders::{Folders, MERGED, Owner};
 use crate::idmap::IdMaps;
@@ -471,13 +470,6 @@ impl Snapshotter {
         })?;
         counts.store_bytes = u64::try_from(usage::of(&self.folders.store())?.bytes).unwrap_or(0);
         Ok(counts)
-    }
-}
-
-/// Logs the failure of a step that the next cleanup repeats.
-pub(crate) fn log_failure(outcome: Result<()>) {
-    if let Err(error) = outcome {
-        tracing::warn!("{}", told(&error));
     }
 }
 

@@ -11,20 +11,16 @@ use std::fs;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use crate::api::{Kind, Labels, Mount};
+use crate::api::Mount;
 use crate::config::{LazyConfig, VirtiofsConfig};
-use crate::error::{Error, IoContext, Result};
-use crate::idmap::IdMaps;
+use crate::error::{Error, IoContext, Result, log_failure};
 use crate::keys::Keys;
-use crate::lazy::process;
-use crate::metadata::Record;
-use crate::snapshotter::{Snapshotter, log_failure};
+use crate::lazy::{SharedImage, process};
 
 /// The label that asks for a share, with any value: containerd hands labels with this beginning to snapshotters.
 pub const VIRTIOFS_LABEL: &str = "containerd.io/snapshot/ferry.virtiofs";
@@ -34,15 +30,6 @@ const SHARE: &str = "share";
 const START_TIME: Duration = Duration::from_secs(60);
 /// The maximum length of the path of a socket in bytes, as the kernel has it.
 const SOCKET_BYTES_MAX: usize = 107;
-
-/// An image that can be shared.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct SharedImage {
-    pub path: PathBuf,
-    pub digest: String,
-    /// Where its data come from, and the file with the manifest, if they need not be here.
-    pub from: Option<(String, PathBuf)>,
-}
 
 /// The processes of shares.
 #[derive(Debug)]
@@ -63,7 +50,8 @@ impl Shares {
         Ok(shares)
     }
 
-    fn socket(&self, id: u64) -> Result<PathBuf> {
+    /// Returns the socket of a view, whether or not it is there.
+    pub(crate) fn socket(&self, id: u64) -> Result<PathBuf> {
         let folder = self.config.socket_directory.as_ref().ok_or_else(|| {
             let why = "the configuration file names no socket-directory in [virtiofs]";
             Error::FailedPrecondition(format!("the label {VIRTIOFS_LABEL}: {why}"))
@@ -77,7 +65,7 @@ impl Shares {
     }
 
     /// Starts the process of a view, unless it runs; returns the mount by which a virtual machine has it.
-    fn serve(&self, (id, folder): (u64, &Path), store: &Path, image: &SharedImage) -> Result<Mount> {
+    pub(crate) fn serve(&self, (id, folder): (u64, &Path), store: &Path, image: &SharedImage) -> Result<Mount> {
         let (socket, tag) = (self.socket(id)?, format!("ferry-{id}"));
         let _held = self.held.hold(&tag);
         let process = folder.join(SHARE);
@@ -153,62 +141,4 @@ fn listens(child: &mut Child, image: &str) -> Result<()> {
         }
     }
     Ok(())
-}
-
-impl Snapshotter {
-    /// Checks that a new snapshot can be shared, if its labels ask for it.
-    pub(crate) fn check_shared(&self, kind: Kind, labels: &Labels) -> Result<()> {
-        let refused = |why: &str| Err(Error::InvalidArgument(format!("the label {VIRTIOFS_LABEL}: {why}")));
-        match () {
-            () if !labels.contains_key(VIRTIOFS_LABEL) => Ok(()),
-            () if kind != Kind::View => refused("only a view can be shared by virtio-fs, because images are read-only"),
-            () if IdMaps::of(labels)?.is_some() => refused("a share has the users of the image"),
-            // Whether there is a directory for it.
-            () => self.shares.socket(0).map(drop),
-        }
-    }
-
-    /// Returns the mounts of a view that is shared by virtio-fs, and starts its process; `None`: it is mounted on this host.
-    pub(crate) fn shared_mounts(&self, record: &Record) -> Result<Option<Vec<Mount>>> {
-        if record.kind() != Kind::View || !record.labels.contains_key(VIRTIOFS_LABEL) {
-            return Ok(None);
-        }
-        let image = self.shared_image(&record.parent)?;
-        let folder = self.folders.snapshot(record.id);
-        Ok(Some(vec![self.shares.serve((record.id, &folder), &self.folders.store(), &image)?]))
-    }
-
-    /// Returns the one image of a committed snapshot and all below it.
-    fn shared_image(&self, parent: &str) -> Result<SharedImage> {
-        let chain = if parent.is_empty() { Vec::new() } else { self.metadata.chain(parent)? };
-        let of = |path, digest: &str| Ok(SharedImage { path, digest: digest.into(), from: None });
-        match &*chain {
-            [(_, Record { remote: Some(remote), .. }), ..] => self.lazy.shared(remote),
-            [(_, Record { id, image: Some(image), .. })] => of(self.folders.image(*id), &image.digest),
-            [(_, Record { id, merged, .. }), ..] if !merged.is_empty() => of(self.folders.merged_image(*id), merged),
-            _ => Err(Error::FailedPrecondition(format!(
-                "snapshot {parent} cannot be shared by virtio-fs: there is no one image of all its layers (see the log)"
-            ))),
-        }
-    }
-
-    /// Starts the processes of views again that ended with the machine or were killed, in the background; those that run go on.
-    pub fn revive_shares(self: &Arc<Self>) {
-        let snapshotter = Arc::downgrade(self);
-        process::on_thread(move || {
-            let mut views = Vec::new();
-            let Some(all) = snapshotter.upgrade() else { return };
-            log_failure(all.metadata.for_each(|name, record| {
-                if record.labels.contains_key(VIRTIOFS_LABEL) && record.kind() == Kind::View {
-                    views.push(name.to_owned());
-                }
-                Ok(())
-            }));
-            drop(all);
-            for name in views {
-                let Some(all) = snapshotter.upgrade() else { return };
-                log_failure(all.mounts(&name).map(drop));
-            }
-        });
-    }
 }

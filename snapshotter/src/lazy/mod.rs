@@ -37,7 +37,6 @@ use crate::folders::Folders;
 use crate::keys::Keys;
 use crate::layers::unmount_in;
 use crate::metadata::{RemoteLayers, Usage};
-use crate::virtiofs::SharedImage;
 
 /// The maximum time that the first call for an image waits for its registry; after that the image is unpacked as usual.
 const START_TIME: Duration = Duration::from_secs(30);
@@ -56,6 +55,15 @@ const RESTART_PAUSE_MAX: Duration = Duration::from_secs(60);
 /// A process that has run this long resets its count of restarts.
 const STABLE_TIME: Duration = Duration::from_secs(600);
 const NEW_PREFIX: &str = ".new-";
+
+/// An image that can be shared.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct SharedImage {
+    pub path: PathBuf,
+    pub digest: String,
+    /// Where its data come from, and the file with the manifest, if they need not be here.
+    pub from: Option<(String, PathBuf)>,
+}
 
 /// The decision about an image that is being pulled.
 #[derive(Clone, Debug)]

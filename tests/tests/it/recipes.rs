@@ -60,10 +60,6 @@ const NEEDED: &[(&str, &str)] = &[
         "ctr images pull --snapshotter ferry ghcr.io/",
         "containerd and this registry: snapshotter/tests/it/lazy_containerd.rs has its own",
     ),
-    (
-        "ferry share image:/var/lib/ferry-snapshotter/",
-        "a snapshotter, and a guest: snapshotter/tests/it/kata.rs has both",
-    ),
     ("ferry image trace --container", "containerd: snapshotter/tests/it/lazy_containerd.rs records a container"),
     ("[lazy]\nfrom = []", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
     ("[lazy]\nfrom = [\"ghcr.io/", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
