@@ -1,4 +1,4 @@
-//! Certificates and keys from files in PEM, for both sides of 9P over TLS.
+//! Certificates and keys from files in PEM, for 9P over TLS and for registries.
 //!
 //! ```
 //! use ferry_pem::PemError;
@@ -14,6 +14,9 @@ use std::path::{Path, PathBuf};
 use rustls::CertificateError;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use x509_cert::certificate::{CertificateInner, Raw};
+pub use x509_cert::der::DateTime;
+use x509_cert::der::{Decode, Encode};
 
 /// Why a file has no certificate or key.
 #[derive(Debug, thiserror::Error)]
@@ -65,6 +68,20 @@ pub fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, PemError> {
     PrivateKeyDer::from_pem_slice(&read(path)?).map_err(missing)
 }
 
+/// Returns the first and last second in which a certificate is valid (RFC 5280, section 4.1.2.5); `None`: it is malformed.
+#[must_use]
+pub fn validity(certificate: &CertificateDer<'_>) -> Option<(DateTime, DateTime)> {
+    let certificate = CertificateInner::<Raw>::from_der(certificate).ok()?;
+    let validity = certificate.tbs_certificate().validity();
+    Some((validity.not_before.to_date_time(), validity.not_after.to_date_time()))
+}
+
+/// Returns the name of the authority that has signed a certificate, in DER (RFC 5280, section 4.1.2.4); `None`: it is malformed.
+#[must_use]
+pub fn issuer(certificate: &CertificateDer<'_>) -> Option<Vec<u8>> {
+    CertificateInner::<Raw>::from_der(certificate).ok()?.tbs_certificate().issuer().to_der().ok()
+}
+
 /// Returns a remedy for a certificate of X.509 version 1, for which rustls has no variant.
 #[must_use]
 pub fn explain_version(error: &rustls::Error) -> Option<String> {
@@ -74,4 +91,27 @@ pub fn explain_version(error: &rustls::Error) -> Option<String> {
          (openssl x509 -req -copy_extensions copy); ferry share --help shows all of it"
             .into()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn malformed_certificates_have_neither_times_nor_issuer() {
+        for bytes in [
+            &b""[..],
+            b"\x30",
+            b"\x30\x80",
+            b"\x30\x80\0\0",
+            b"\x30\x84\xff\xff\xff\xff",
+            b"\x30\x84\xff\xff\xff\xff\0",
+            b"\x30\x02\x30\x00",
+            &[0x30; 40],
+            &[0xa0; 40],
+        ] {
+            let certificate = CertificateDer::from(bytes);
+            assert!(validity(&certificate).is_none() && issuer(&certificate).is_none(), "{bytes:?}");
+        }
+    }
 }

@@ -26,43 +26,6 @@ pub(crate) struct Identity {
     pub key: PrivateKey<'static>,
 }
 
-/// The tag of a sequence in DER.
-const SEQUENCE: u8 = 0x30;
-/// The tag of the version in a certificate, which may be missing.
-const VERSION: u8 = 0xa0;
-
-/// Takes the next value in DER; returns its tag, the whole value, and its contents.
-fn take<'a>(der: &mut &'a [u8]) -> Option<(u8, &'a [u8], &'a [u8])> {
-    let (tag, first) = (*der.first()?, usize::from(*der.get(1)?));
-    let (header, length) = match first {
-        0..=0x7f => (2, first),
-        0x81..=0x84 => {
-            let count = first & 0x7f;
-            let bytes = der.get(2..2 + count)?;
-            (2 + count, bytes.iter().fold(0, |sum, byte| sum << 8 | usize::from(*byte)))
-        }
-        _ => return None,
-    };
-    let end = header.checked_add(length)?;
-    let (whole, rest) = (der.get(..end)?, der.get(end..)?);
-    *der = rest;
-    Some((tag, whole, &whole[header..]))
-}
-
-/// Returns the name of the authority that has signed a certificate, in DER (RFC 5280, section 4.1).
-fn issuer(certificate: &[u8]) -> Option<&[u8]> {
-    let mut outer = certificate;
-    let (_, _, mut signed) = take(&mut outer)?;
-    let (_, _, mut fields) = take(&mut signed)?;
-    // The serial number comes first, or after the version.
-    if take(&mut fields)?.0 == VERSION {
-        take(&mut fields)?;
-    }
-    let _algorithm = take(&mut fields)?;
-    let (tag, name, _) = take(&mut fields)?;
-    Some(name).filter(|_| tag == SEQUENCE)
-}
-
 /// The certificates of this machine, in the order of the file.
 #[derive(Debug)]
 struct Identities(Vec<Arc<CertifiedKey>>);
@@ -72,7 +35,7 @@ impl ResolvesClientCert for Identities {
     fn resolve(&self, authorities: &[&[u8]], schemes: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
         let is_usable = |identity: &&Arc<CertifiedKey>| {
             let is_known = |certificate: &CertificateDer<'_>| {
-                issuer(certificate).is_some_and(|issuer| authorities.contains(&issuer))
+                ferry_pem::issuer(certificate).is_some_and(|issuer| authorities.contains(&&*issuer))
             };
             identity.key.choose_scheme(schemes).is_some()
                 && (authorities.is_empty() || identity.cert.iter().any(is_known))
@@ -211,28 +174,5 @@ impl Transport for TlsTransport {
 
     fn is_tls(&self) -> bool {
         true
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn issuers_are_found_and_garbage_has_none() {
-        // A sequence of a sequence: [version], serial number, algorithm, issuer.
-        let issuer_name = [0x30, 2, 5, 0];
-        for version in [&[0xa0, 3, 2, 1, 2][..], &[]] {
-            let fields = [version, &[2, 1, 7], &[0x30, 0], &issuer_name, &[0x30, 0]].concat();
-            let length = |bytes: &[u8]| u8::try_from(bytes.len()).unwrap_or(0);
-            let signed = [&[0x30, length(&fields)][..], &fields].concat();
-            let whole = [&[0x30, 0x81, length(&signed)][..], &signed].concat();
-            assert_eq!(issuer(&whole), Some(&issuer_name[..]));
-            for end in 0..whole.len() {
-                assert_eq!(issuer(&whole[..end]), None);
-            }
-        }
-        assert_eq!(issuer(&[0x30, 0x84, 0xff, 0xff, 0xff, 0xff, 0]), None);
-        assert_eq!(issuer(&[0x30, 0x80, 0, 0]), None);
     }
 }

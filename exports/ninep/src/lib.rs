@@ -61,8 +61,6 @@ mod stream;
 #[cfg(feature = "tls")]
 mod tls;
 mod users;
-#[cfg(feature = "tls")]
-mod validity;
 mod worker;
 
 use std::net::{SocketAddr, TcpListener};

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use ferry_pem::DateTime;
 use ferry_pem::{PemError, certificates, explain_version, private_key};
 use rustix::io::Errno;
 use rustls::crypto::ring::default_provider;
@@ -14,7 +15,6 @@ use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientV
 use rustls::{InconsistentKeys, RootCertStore, ServerConfig, ServerConnection};
 
 use crate::stream::{give, take};
-use crate::validity::{self, shown};
 
 /// The maximum of buffered outgoing bytes: four records.
 const UNSENT_BYTES_MAX: usize = 64 << 10;
@@ -100,14 +100,15 @@ impl Tls {
 fn check_times(path: &Path, certificate: &CertificateDer<'_>) -> Result<(), TlsError> {
     let unusable = |what: &str| TlsError::Certificate(path.into(), what.into());
     let (from, until) =
-        validity::of(certificate).ok_or_else(|| unusable("it does not say from when to when it is valid"))?;
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
-    let now = i64::try_from(now).unwrap_or(i64::MAX);
-    if now > until {
-        return Err(TlsError::Expired(path.into(), shown(until)));
+        ferry_pem::validity(certificate).ok_or_else(|| unusable("it does not say from when to when it is valid"))?;
+    // `YYYY-MM-DD`, and then the time.
+    let day = |time: DateTime| time.to_string().split('T').next().unwrap_or_default().to_owned();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    if now.as_secs() > until.unix_duration().as_secs() {
+        return Err(TlsError::Expired(path.into(), day(until)));
     }
-    if now < from {
-        return Err(TlsError::Early(path.into(), shown(from)));
+    if now < from.unix_duration() {
+        return Err(TlsError::Early(path.into(), day(from)));
     }
     Ok(())
 }
