@@ -15,6 +15,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -22,12 +23,13 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use rustix::process::Signal;
 use rustix::thread::gettid;
 use signal_hook::iterator::Signals;
 
-use crate::image::watch::pack_hold::{self, PackHold};
+use crate::image::watch::GuardianFiles;
+use crate::image::watch::dead_server::DeadServer;
 
 /// The name of the process in process lists, by which the program recognizes its role.
 const NAME: &str = "ferry-guardian";
@@ -50,12 +52,14 @@ pub enum GuardianTask<'a> {
         /// The file that aborts it.
         switch: File,
     },
-    /// Respond to readers of packs ([`pack_hold::answer_for_dead_server`]).
+    /// Respond to readers of packs ([`DeadServer`]).
     Packs {
-        /// The fanotify group.
-        group: File,
-        /// The packs, by paths that the guardian can open.
-        packs: Vec<PathBuf>,
+        /// The server's files.
+        files: GuardianFiles,
+        /// How long readers wait for the next server.
+        restart_time: Duration,
+        /// Whether a block may have bytes of two objects.
+        shares_blocks: bool,
     },
 }
 
@@ -74,18 +78,24 @@ impl Guardian {
     ///
     /// The process or its thread cannot be started, or the guardian reports an error.
     pub fn start(duty: GuardianTask<'_>) -> Result<Self> {
-        let (output, kind, paths) = match duty {
-            GuardianTask::Connection { mountpoint, switch } => (switch, CONNECTION, vec![mountpoint.to_owned()]),
-            GuardianTask::Packs { group, packs } => (group, PACKS, packs),
-        };
         let mut command = Command::new("/proc/self/exe");
-        command.arg0(NAME).env_clear().current_dir("/");
-        command.stdin(Stdio::null()).stdout(output).stderr(Stdio::piped());
+        command.arg0(NAME).env_clear().current_dir("/").stderr(Stdio::piped());
+        let args: Vec<OsString> = match duty {
+            GuardianTask::Connection { mountpoint, switch } => {
+                command.stdin(Stdio::null()).stdout(switch);
+                vec![CONNECTION.into(), mountpoint.into()]
+            }
+            GuardianTask::Packs { files: GuardianFiles { group, log, packs }, restart_time, shares_blocks } => {
+                command.stdin(log).stdout(group);
+                let args = [PACKS.into(), restart_time.as_secs().to_string(), shares_blocks.to_string()];
+                args.map(OsString::from).into_iter().chain(packs.into_iter().map(OsString::from)).collect()
+            }
+        };
         let (told, outcome) = channel();
         let (over, wait) = channel();
         let keeper = std::thread::Builder::new().name("guardian".into());
         let keep = move || {
-            command.arg(format!("/proc/{}/task/{}", std::process::id(), gettid())).arg(kind).args(paths);
+            command.arg(format!("/proc/{}/task/{}", std::process::id(), gettid())).args(args);
             keep(command, &told, &wait);
         };
         let keeper = keeper.spawn(keep).context("cannot start a thread")?;
@@ -166,8 +176,8 @@ pub fn run(args: &[OsString]) -> ExitCode {
 fn guard(args: &[OsString]) -> Result<()> {
     let keeper = args.get(1).map(Path::new).filter(|keeper| keeper.starts_with("/proc"));
     let keeper = keeper.context("only ferry starts guardians: the thread of a server is missing")?;
-    let held = match args.get(2).and_then(|kind| kind.to_str()) {
-        Some(PACKS) => Some(args[3..].iter().map(|pack| PackHold::open(Path::new(pack))).collect::<Result<Vec<_>>>()?),
+    let server = match args.get(2).and_then(|kind| kind.to_str()) {
+        Some(PACKS) => Some(packs(&args[3..])?),
         _ => None,
     };
     let mut signals = catch().context("cannot catch signals")?;
@@ -182,15 +192,26 @@ fn guard(args: &[OsString]) -> Result<()> {
     if lives {
         signals.forever().find(|signal| *signal == SERVER_DEATH.as_raw());
     }
-    if let Some(held) = held {
+    if let Some(server) = server {
         // Its locks still say that it serves, and readers that a guardian lets go on then would read holes.
         while is_ending(keeper) {
             std::thread::sleep(EXIT_TICK);
         }
-        return pack_hold::answer_for_dead_server(io::stdout(), &held).context("cannot respond to the kernel");
+        return server.respond().context("cannot respond to the kernel");
     }
     let mut switch = io::stdout().lock();
     switch.write_all(b"1").and_then(|()| switch.flush()).context("cannot abort the connection")
+}
+
+/// Takes what a server of packs leaves: the fanotify group on standard output, its log on standard input, and the rest in the arguments.
+fn packs(args: &[OsString]) -> Result<DeadServer> {
+    let words: Option<Vec<&str>> = args.iter().take(2).map(|word| word.to_str()).collect();
+    let Some([seconds, shares_blocks]) = words.as_deref() else { bail!("arguments are missing") };
+    let restart_time = Duration::from_secs(seconds.parse().context("the time is not a number")?);
+    let packs: Vec<PathBuf> = args[2..].iter().map(PathBuf::from).collect();
+    let group = io::stdout().as_fd().try_clone_to_owned().context("cannot duplicate the fanotify group")?;
+    let log = io::stdin().as_fd().try_clone_to_owned().context("cannot duplicate the log of events")?;
+    DeadServer::new(group, log.into(), &packs, restart_time, *shares_blocks == "true")
 }
 
 /// Whether a process with this thread still has threads that may have files open.

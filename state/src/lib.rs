@@ -32,6 +32,7 @@ pub use connection::{Commit, InheritedConnection, Records};
 pub use folder::{Folder, FolderError};
 pub use journal::{Journal, JournalEntry};
 pub use keeper::{FRONT_END_AWAITED, KeeperConnection, KeeperError, SERVER_AWAITED, keep, listen};
+pub use memory::Memory;
 pub use saved::{DecodeError, Init, Node, OpenFile, SavedLock, SavedSession};
 pub use session_store::{Geometry, MappedFile, PreviousSession, SessionStore, StoreError};
 pub use slots::Slot;

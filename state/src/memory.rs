@@ -11,9 +11,10 @@ use std::sync::atomic::AtomicU64;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// A mapping, read as a slice of numbers that other processes with the file may change at any time.
+/// Memory that processes share, as a slice of 64-bit numbers that others may change at any time. It lives as long as one of them has
+/// it mapped, or its file open.
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub struct Memory {
     start: NonNull<AtomicU64>,
     words: usize,
 }
@@ -23,17 +24,25 @@ unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
-/// Creates a file of this many words, all zero. It cannot shrink: that would kill processes that have it mapped.
-pub(crate) fn make(words: usize) -> io::Result<File> {
-    let fd = memfd_create("ferry-state", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-    ftruncate(&fd, (words * size_of::<u64>()) as u64)?;
-    fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
-    Ok(File::from(fd))
-}
-
 impl Memory {
-    /// Maps a file of [`make`] with exactly this many words.
-    pub(crate) fn map(file: &File, words: usize) -> io::Result<Self> {
+    /// Creates a file of this many words, all zero. It cannot shrink: that would kill processes that have it mapped.
+    ///
+    /// # Errors
+    ///
+    /// Memory or descriptors are short.
+    pub fn file(words: usize) -> io::Result<File> {
+        let fd = memfd_create("ferry-state", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        ftruncate(&fd, (words * size_of::<u64>()) as u64)?;
+        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+        Ok(File::from(fd))
+    }
+
+    /// Maps a file of [`Self::file`] with exactly this many words.
+    ///
+    /// # Errors
+    ///
+    /// It is not such a file, or memory is short.
+    pub fn map(file: &File, words: usize) -> io::Result<Self> {
         let bytes = words * size_of::<u64>();
         let is_sealed = fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
         if !is_sealed || words == 0 || file.metadata()?.len() != bytes as u64 {

@@ -19,7 +19,7 @@ use ferry_vfs::{Backing, Ino};
 use crate::connection::{Commit, InheritedConnection};
 use crate::journal::{self, EntryUse, Journal, JournalEntry};
 use crate::keeper::{CONNECTION, KeeperConnection, KeeperError};
-use crate::memory::{self, Memory};
+use crate::memory::Memory;
 use crate::saved::{Init, LOCK, NODE, Node, OPEN, OpenFile, SavedLock, SavedSession};
 use crate::slots::{self, Slot, Slots};
 
@@ -150,7 +150,7 @@ impl SessionStore {
         let line = Arc::new(Backing::new(socket).long_lived());
         let (file, is_new) = match files.remove(&MEMORY) {
             Some(fd) => (File::from(fd), false),
-            None => (memory::make(geometry.words()).map_err(StoreError::Memory)?, true),
+            None => (Memory::file(geometry.words()).map_err(StoreError::Memory)?, true),
         };
         let memory = Memory::map(&file, geometry.words());
         let memory = memory.map_err(|error| if is_new { StoreError::Memory(error) } else { StoreError::Other })?;

@@ -88,6 +88,9 @@ pub struct LazyArgs {
     /// Run as the background process.
     #[arg(long, hide = true, requires = "from")]
     pub detached: bool,
+    /// If this process is killed, readers of missing data wait this many seconds for the next one, which ferry-snapshotter starts.
+    #[arg(long, hide = true, requires = "foreground", value_name = "SECONDS", default_value_t = 0)]
+    pub restart_time: u32,
     /// Run for ferry-snapshotter: pull the image as these options say, in JSON, report it, and mount when a line says so.
     #[arg(long, hide = true, requires = "foreground", value_name = "OPTIONS")]
     pub pull: Option<String>,

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use ferry_control::{Control, Logging};
@@ -20,7 +21,7 @@ use signal_hook::iterator::Signals;
 use super::args::LazyArgs;
 use super::mount::{MountArgs, attach};
 use super::registry::{self, Background, ImageObjects, JOBS, Origin};
-use super::watch::{KernelMountError, Watch, wait_for_unmount};
+use super::watch::{Watch, wait_for_unmount};
 use crate::background::{self, Terminal};
 use crate::control;
 use crate::flags::ImageDigest;
@@ -92,18 +93,15 @@ pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
         attach(args, &image, &|_| None)?;
         return ready(terminal).map(|()| 0);
     }
-    if objects.shares_blocks() {
-        // The guardian detects missing data by holes, which are whole blocks.
-        return KernelMountError::fail(
-            "the chunks of this image do not begin at blocks, as the kernel needs while some are missing",
-        );
-    }
     // Signals are caught before there is a mount that they would leave behind.
     let signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;
     let mut watch = Watch::begin(&mut objects)?;
-    let (group, packs) = watch.for_guardian()?;
-    let guardian =
-        Guardian::start(GuardianTask::Packs { group, packs }).context("cannot start the guardian of the mount")?;
+    let task = GuardianTask::Packs {
+        files: watch.for_guardian()?,
+        restart_time: Duration::from_secs(lazily.restart_time.into()),
+        shares_blocks: objects.shares_blocks(),
+    };
+    let guardian = Guardian::start(task).context("cannot start the guardian of the mount")?;
     // The guardian outlives this process unless the image is complete: guardians of earlier servers rely on this server from now
     // on, even if mounting fails, and holes must not be read as zeros. An unneeded guardian ends on its own.
     let guardian = ManuallyDrop::new(guardian);
@@ -117,9 +115,10 @@ pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
     })?;
     match over {
         EndReason::Complete => drop(ManuallyDrop::into_inner(guardian)),
-        EndReason::Unmounted => {}
+        EndReason::Unmounted => watch.end(),
         EndReason::Signal(signal) => {
             tracing::info!(signal, "unmounting");
+            watch.end();
             match unmount(&dir, UnmountFlags::empty()) {
                 Err(Errno::BUSY) => {
                     tracing::warn!("{} is in use: missing data can no longer be read there", dir.display());

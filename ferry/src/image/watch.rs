@@ -5,14 +5,18 @@
 //! block. Files can be marked on ext4, XFS and btrfs.
 //!
 //! Once the last descriptor of the fanotify group is closed, events stop, and holes would be read as zeros. So a separate process
-//! ([`crate::guardian`]) holds one as well, and responds after the death of the server ([`pack_hold::answer_for_dead_server`]): present data
-//! may be read, other reads are I/O errors. It ends when the packs are complete, when no other process has them open, or when
-//! the next server, or a later guardian, announces itself by a lock on each pack. Marks belong to the files, so that server responds for the old mount,
-//! too.
+//! ([`crate::guardian`]) holds one as well, and responds after the death of the server ([`dead_server`]): present data may be read,
+//! other reads wait for the next server, or are I/O errors. It ends when the packs are complete, when no other process has them open, or
+//! when the next server, or a later guardian, announces itself by a lock on each pack. Marks belong to the files, so that server
+//! responds for the old mount, too.
 #![allow(unsafe_code, reason = "a lease has no safe wrapper")]
 
+pub mod dead_server;
 mod event;
-pub mod pack_hold;
+mod event_log;
+mod pack_hold;
+#[cfg(test)]
+mod partial_image;
 
 use std::fmt;
 use std::fs::File;
@@ -37,7 +41,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::CWD;
 use rustix::io::Errno;
 
-use self::event::{PermissionEvent, read_event};
+use self::event::PermissionEvent;
+use self::event_log::{EventLog, LoggedEvent};
 use crate::paths::descriptor_path;
 
 /// `FAN_PRE_ACCESS` of include/uapi/linux/fanotify.h.
@@ -54,8 +59,6 @@ const GUARDIANS_BEGIN: i64 = i64::MAX / 2;
 const CHECK_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// The maximum wait for the first event.
 const FIRST_EVENT_TIMEOUT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
-/// The maximum number of descriptors that are tried in responses: the usual limit of a process (fs.nr_open).
-const DESCRIPTORS_MAX: i32 = 1 << 20;
 /// The pause after an event that could not be read: descriptors or memory are short.
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
 /// The maximum number of readers that wait for a fetching thread. Each takes a descriptor, of which a process has 1024 by
@@ -115,8 +118,20 @@ impl Refusal {
 pub struct Watch {
     group: Arc<Fanotify>,
     packs: Arc<[WatchedPack]>,
+    log: Arc<EventLog>,
+    log_file: File,
     /// Events of other processes that arrived before `serve`.
-    early: Vec<PermissionEvent>,
+    early: Vec<LoggedEvent>,
+}
+
+/// What the guardian of a [`Watch`] needs.
+pub struct GuardianFiles {
+    /// The fanotify group.
+    pub group: File,
+    /// The memory of the log of events.
+    pub log: File,
+    /// The packs, by paths that another process can open.
+    pub packs: Vec<PathBuf>,
 }
 
 /// Advice if fanotify cannot be used.
@@ -167,6 +182,8 @@ impl Watch {
     /// Marks incomplete packs. From now on, this process reads and writes them through descriptors without events.
     pub fn begin(objects: &mut Objects) -> Result<Self> {
         let group = new_group()?;
+        let (log, log_file) = EventLog::new().context("cannot create a log of events")?;
+        let log = Arc::new(log);
         let packs: Vec<(usize, PathBuf)> =
             objects.incomplete().map(|(number, file)| (number, descriptor_path(file))).collect();
         let (mut watched, mut early) = (Vec::new(), Vec::new());
@@ -180,12 +197,12 @@ impl Watch {
                 }
                 mark => mark.with_context(|| format!("cannot watch a pack; {FALLBACK_ADVICE}"))?,
             }
-            let descriptor_without_events = descriptor_without_events(&group, &path, &mut early)?;
+            let descriptor_without_events = descriptor_without_events(&group, &log, &path, &mut early)?;
             let file = objects.replace_file(number, descriptor_without_events).context("a pack is in use already")?;
             let found = file.metadata().context("cannot inspect a pack")?;
             watched.push(WatchedPack { key: (found.dev(), found.ino()), number, file });
         }
-        Ok(Self { group: Arc::new(group), packs: watched.into(), early })
+        Ok(Self { group: Arc::new(group), packs: watched.into(), log, log_file, early })
     }
 
     /// Returns the path by which the kernel opens a pack.
@@ -193,11 +210,18 @@ impl Watch {
         self.packs.iter().find(|pack| pack.number == number).map(|pack| descriptor_path(&pack.file))
     }
 
-    /// Returns the fanotify group, and paths of the packs for another process.
-    pub fn for_guardian(&self) -> Result<(File, Vec<PathBuf>)> {
+    /// Returns what another process needs to respond after the death of this one.
+    pub fn for_guardian(&self) -> Result<GuardianFiles> {
         let group = self.group.as_fd().try_clone_to_owned().context("cannot duplicate the fanotify group")?;
+        let log = self.log_file.try_clone().context("cannot duplicate the log of events")?;
         let folder = PathBuf::from(format!("/proc/{}/fd", std::process::id()));
-        Ok((group.into(), self.packs.iter().map(|pack| folder.join(pack.file.as_raw_fd().to_string())).collect()))
+        let packs = self.packs.iter().map(|pack| folder.join(pack.file.as_raw_fd().to_string())).collect();
+        Ok(GuardianFiles { group: group.into(), log, packs })
+    }
+
+    /// Records that this process ends because it is no longer wanted: readers of missing data shall not wait for another one.
+    pub fn end(&self) {
+        self.log.end();
     }
 
     /// Responds to events until this process ends. One thread responds for present data and never waits for a server; `threads`
@@ -209,29 +233,29 @@ impl Watch {
         for _ in 0..threads {
             let (group, known, waiting) = (Arc::clone(&self.group), known.clone(), Arc::clone(&waiting));
             let work = move || {
-                while let Some(event) = next_queued(&waiting) {
-                    event.respond(&*group, deny_on_panic(DENY, || known.response(&event)));
+                while let Some(LoggedEvent { event, .. }) = &next_queued(&waiting) {
+                    event.respond(&*group, deny_on_panic(DENY, || known.response(event)));
                 }
             };
             thread::Builder::new().name("image-fetch".into()).spawn(work).context("cannot start a thread")?;
         }
-        let group = Arc::clone(&self.group);
+        let (group, log) = (Arc::clone(&self.group), Arc::clone(&self.log));
         let mut early = std::mem::take(&mut self.early).into_iter();
         let work = move || {
             loop {
-                let event = match early.next().map_or_else(|| read_event(&*group), Ok) {
-                    Ok(event) => event,
+                let logged = match early.next().map_or_else(|| log.read(&*group), Ok) {
+                    Ok(logged) => logged,
                     Err(error) => {
                         tracing::warn!("a reader was refused, because its event could not be read: {error}");
                         thread::sleep(RETRY_PAUSE);
                         continue;
                     }
                 };
-                match deny_on_panic(Some(DENY), || known.response_without_fetch(&event)) {
-                    Some(response) => event.respond(&*group, response),
+                match deny_on_panic(Some(DENY), || known.response_without_fetch(&logged.event)) {
+                    Some(response) => logged.event.respond(&*group, response),
                     None => {
-                        if let Err(SendError(event)) = sender.send(event) {
-                            event.respond(&*group, DENY);
+                        if let Err(SendError(logged)) = sender.send(logged) {
+                            logged.event.respond(&*group, DENY);
                         }
                     }
                 }
@@ -247,7 +271,12 @@ impl Watch {
 }
 
 /// Returns a descriptor of a marked file without events: the one in the first event, which this process's own read causes.
-fn descriptor_without_events(group: &Fanotify, path: &Path, early: &mut Vec<PermissionEvent>) -> Result<File> {
+fn descriptor_without_events(
+    group: &Fanotify,
+    log: &Arc<EventLog>,
+    path: &Path,
+    early: &mut Vec<LoggedEvent>,
+) -> Result<File> {
     let own_pid = i32::try_from(std::process::id()).unwrap_or_default();
     thread::scope(|scope| {
         // Reads at the end, where there is nothing to fetch.
@@ -267,19 +296,20 @@ fn descriptor_without_events(group: &Fanotify, path: &Path, early: &mut Vec<Perm
                 drop(reader.join());
                 return KernelMountError::fail("this kernel sends no event before a file is read");
             }
-            let event = read_event(group).context("cannot read an event")?;
-            if event.pid != own_pid {
-                early.push(event);
+            let logged = log.read(group).context("cannot read an event")?;
+            if logged.event.pid != own_pid {
+                early.push(logged);
                 continue;
             }
-            event.respond(group, ALLOW);
-            return Ok(event.file.into());
+            logged.event.respond(group, ALLOW);
+            let file = logged.event.file.try_clone().context("cannot duplicate the descriptor of a pack")?;
+            return Ok(file.into());
         }
     })
 }
 
 /// Returns the next event that needs a fetch.
-fn next_queued(waiting: &Mutex<Receiver<PermissionEvent>>) -> Option<PermissionEvent> {
+fn next_queued(waiting: &Mutex<Receiver<LoggedEvent>>) -> Option<LoggedEvent> {
     lock(waiting).recv().ok()
 }
 
@@ -370,15 +400,10 @@ pub fn wait_for_unmount(id: u64) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::ops::Range;
-    use std::os::fd::OwnedFd;
-    use std::sync::RwLock;
     use std::sync::mpsc::{RecvTimeoutError, channel};
 
-    use ferry_image::ByteSink;
-    use ferry_image::{BuildOptions, Digest, Fetch, FetchOptions, Image, Store, build};
-
-    use super::pack_hold::{PackHold, answer_for_dead_server};
+    use super::pack_hold::PackHold;
+    use super::partial_image::partly_here;
     use super::*;
 
     #[test]
@@ -398,40 +423,12 @@ mod tests {
         file.write_all_at(&[1; 65_536], 131_072).expect("it can be written");
         file.sync_all().expect("it can be synced");
         let held = PackHold { file: file.try_clone().expect("a descriptor"), own_byte: GUARDIANS_BEGIN };
-        let null = || OwnedFd::from(File::open("/dev/null").expect("it is there"));
-        let has = |from: u64, bytes: u64| {
-            held.has(&PermissionEvent { file: null(), number: 0, pid: 0, range: (from, bytes) })
-        };
+        let has = |from: u64, bytes: u64| held.has((from, bytes), false);
         assert!(has(131_072, 65_536) && has(135_168, 4096) && has(2 << 20, 1));
         assert!(!has(131_071, 65_536) && !has(131_072, 65_537) && !has(0, u64::MAX) && !has(0, 4096));
+        let shares = |from: u64, bytes: u64| held.has((from, bytes), true);
+        assert!(!shares(131_072, 65_536) && shares(2 << 20, 1), "of a block a part may be missing");
         assert!(!held.is_served());
-    }
-
-    /// A killed server leaves events without a response. Their readers get errors at once, and never zeros from holes.
-    #[test]
-    fn unanswered_events_of_a_dead_server_are_refused() {
-        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-        let (_from, mut objects, part) = partly_here(folder.path());
-        let watch = match Watch::begin(&mut objects) {
-            Ok(watch) => watch,
-            Err(error) => return ferry_skip::skip!("{error:#}"),
-        };
-        let group = watch.for_guardian().expect("a descriptor").0;
-        let reader = thread::spawn(move || File::open(&part).expect("it is there").read_at(&mut [0; 1], 4096));
-        let event = read_event(&group).expect("the reader waits");
-        let key = event.key().expect("it is a file");
-        // Without a response, and with the descriptor closed, as the kernel does when a process ends.
-        drop(event);
-        let pack = watch.packs.iter().find(|pack| pack.key == key).expect("it is watched");
-        let held = PackHold { file: pack.file.try_clone().expect("a descriptor"), own_byte: GUARDIANS_BEGIN };
-        // The next server is there already.
-        let next = PackHold::open(&descriptor_path(&pack.file)).expect("it is there");
-        let lock = server_lock(libc::F_RDLCK);
-        fcntl(&next.file, FcntlArg::F_OFD_SETLK(&lock)).expect("it can be locked");
-        answer_for_dead_server(&group, &[held]).expect("it ends, because another server responds");
-        drop((group, watch));
-        let error = reader.join().expect("it does not panic").expect_err("nothing is here");
-        assert_eq!(error.raw_os_error(), Some(libc::EIO));
     }
 
     /// Of two guardians of one pack, the earlier one ends, and then the later one, which is not needed.
@@ -452,44 +449,6 @@ mod tests {
             assert!(Instant::now() < end, "it is not needed");
             thread::sleep(RETRY_PAUSE);
         }
-    }
-
-    /// A server that does not respond while the lock is held.
-    #[derive(Debug)]
-    struct Elsewhere {
-        packs: PathBuf,
-        silence: RwLock<()>,
-    }
-
-    impl Fetch for Elsewhere {
-        fn index(&self, pack: Digest, _: u64) -> io::Result<Vec<u8>> {
-            fs::read(self.packs.join(format!("{}.index", pack.hex())))
-        }
-
-        fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
-            let _answers = ferry_vfs::sync::read(&self.silence);
-            let mut found = vec![0; usize::try_from(range.end - range.start).expect("it is short")];
-            File::open(self.packs.join(pack.hex()))?.read_exact_at(&mut found, range.start)?;
-            sink(&found)
-        }
-    }
-
-    /// Returns an image of 16 objects of a block each, of which only the first blocks are present.
-    fn partly_here(folder: &Path) -> (Arc<Elsewhere>, Objects, PathBuf) {
-        let at = |name: &str| folder.join(name);
-        fs::create_dir(at("tree")).expect("folders can be made");
-        for number in 0..16_u8 {
-            fs::write(at("tree").join(number.to_string()), [number; 4096]).expect("files can be made");
-        }
-        let store = || Store::create(&at("store")).expect("folders can be made");
-        let built = build(&at("tree"), &at("image"), store(), &BuildOptions::default(), &|_, _| {});
-        let pack = built.expect("it can be built").packs[0];
-        drop(Store::create(&at("here")).expect("folders can be made"));
-        let from = Arc::new(Elsewhere { packs: at("store/packs"), silence: RwLock::default() });
-        let missing = FetchOptions { from: Arc::clone(&from) as Arc<dyn Fetch>, ahead_bytes: 0, cache_bytes: None };
-        let image = Image::open(&at("image"), None).expect("it was built");
-        let objects = Objects::open_with(&image, &at("here"), Some(missing)).expect("it was built");
-        (from, objects, at("here/packs").join(format!("{}.part", pack.hex())))
     }
 
     #[test]

@@ -24,6 +24,9 @@ use crate::error::{Error, IoContext, Result};
 const MOUNT_TIME: Duration = Duration::from_secs(60);
 /// How long a process may take to end before it is killed.
 const END_TIME: Duration = Duration::from_secs(5);
+/// How long readers of missing data wait for the next process when one was killed: also if this program was killed with it, and its
+/// service manager starts it again.
+const RESTART_TIME: Duration = Duration::from_secs(30);
 const TICK: Duration = Duration::from_millis(2);
 /// The maximum time of a pull, also after the caller's timeout. The process's own limits end earlier.
 const PULL_TIME: Duration = Duration::from_secs(330);
@@ -113,6 +116,7 @@ fn command(config: &LazyConfig, (image, at): (&Path, &Path), store: &Path, from:
     command.args(["image", "mount"]).arg(image).arg(at).arg("--store").arg(store);
     // The kernel shows set-user-id programs and devices, as in the directories of ordinary layers: only root can enter the root.
     command.args(["--from", from, "--foreground", "-o", "suid,dev", "--jobs", &config.jobs.to_string()]);
+    command.args(["--restart-time", &RESTART_TIME.as_secs().to_string()]);
     if let Some(rate) = config.fetch_rate {
         command.args(["--fetch-rate", &rate.to_string()]);
     }

@@ -15,9 +15,9 @@ use tonic::Code;
 
 use crate::client::{Client, root_label};
 use crate::fake::{Fake, Reply, Request, Way};
-use crate::lazy_place::{Place, ferry, is_right, layers, noise, until, without_tables};
+use crate::lazy_place::{Place, WAYS, ferry, is_right, layers, noise, until, without_tables};
 use crate::server::{Mounted, can_mount};
-use crate::toc_layers::{FORMATS, Format, Writer, sha256};
+use crate::toc_layers::{Format, Writer, sha256};
 
 /// containerd/stargz-snapshotter pull request 134, containerd/nydus-snapshotter issue 106: a restart ended the mounts; and
 /// containerd/stargz-snapshotter issue 1393: mounts stayed when images were removed.
@@ -26,8 +26,8 @@ fn lazy_layers_are_readable_and_survive_kills() {
     if !can_mount() {
         return;
     }
-    for format in FORMATS {
-        let mut place = Place::new(layers(format));
+    for way in WAYS {
+        let mut place = Place::of(way, 0);
         let mut client = place.server.client();
         place.pull(&mut client);
         let tables = place.fetched();
@@ -37,7 +37,7 @@ fn lazy_layers_are_readable_and_survive_kills() {
         assert!(!mounted.path().join("hidden").exists());
         let some = place.fetched();
         let all: usize = place.layers.iter().map(|layer| layer.blob.len()).sum();
-        println!("{format:?}: {tables} bytes until the pull, {some} more until a file was read, of {all}");
+        println!("{way:?}: {tables} bytes until the pull, {some} more until a file was read, of {all}");
         assert!(tables < 300_000 && some < 1_000_000, "{tables} {some} {all}");
         let usage = client.usage(&place.top()).unwrap();
         assert!(usage.size > 0 && usize::try_from(usage.size).unwrap() < all && usage.inodes > 3, "{usage:?}");
@@ -112,8 +112,8 @@ fn a_process_that_died_is_started_again() {
     if !can_mount() {
         return;
     }
-    for format in FORMATS {
-        let mut place = Place::new(layers(format));
+    for way in WAYS {
+        let mut place = Place::of(way, 0);
         let mut client = place.server.client();
         place.pull(&mut client);
         for round in 0..3 {
@@ -125,7 +125,7 @@ fn a_process_that_died_is_started_again() {
             kill_process(process, Signal::KILL).unwrap();
             // While it ends: an error, or what is right.
             if let Ok(bytes) = fs::read(running.path().join("above")) {
-                assert!(bytes == noise(5, 20_000), "{format:?}, round {round}");
+                assert!(bytes == noise(5, 20_000), "{way:?}, round {round}");
             }
             until("its end", || place.process() != Some(process));
             if round == 2 {
@@ -137,7 +137,7 @@ fn a_process_that_died_is_started_again() {
             client.remove("running").unwrap();
             let key = format!("container-{round}");
             let mounted = Mounted::of(&client.prepare(&key, &place.top()).unwrap());
-            assert_eq!(fs::read(mounted.path().join("small")).unwrap(), noise(1, 20_000), "{format:?}");
+            assert_eq!(fs::read(mounted.path().join("small")).unwrap(), noise(1, 20_000), "{way:?}");
             assert_ne!(place.process(), Some(process));
             drop(mounted);
             client.remove(&key).unwrap();
@@ -152,8 +152,8 @@ fn complete_images_need_no_registry() {
     if !can_mount() {
         return;
     }
-    for format in FORMATS {
-        let mut place = Place::configured(layers(format), 2, "");
+    for way in WAYS {
+        let mut place = Place::of(way, 2);
         let mut client = place.server.client();
         place.pull(&mut client);
         until("all of it", || place.is_complete());

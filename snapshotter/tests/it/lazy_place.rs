@@ -14,7 +14,7 @@ use tonic::Code;
 
 use crate::client::{Client, root_label};
 use crate::fake::{Fake, Request};
-use crate::server::{PROGRAM, Server};
+use crate::server::{FOLDER, PROGRAM, Server};
 use crate::toc_layers::{Format, Layer, Writer, sha256};
 
 /// Far more than anything here takes, in a guest without KVM too.
@@ -42,8 +42,12 @@ pub fn noise(seed: u32, length: usize) -> Vec<u8> {
     words.flat_map(u32::to_le_bytes).take(length).collect()
 }
 
-/// A lower layer with a large file, and an upper one that hides a file. The kernel can mount those of eStargz before they are here: chunks
-/// begin at blocks.
+/// Layers, and where the store is. The kernel mounts images before they are here, whether their chunks begin at blocks (eStargz) or not;
+/// but it lets nobody wait for files in memory, so their mount is by FUSE.
+pub const WAYS: [(Format, &str); 3] =
+    [(Format::Estargz, FOLDER), (Format::ZstdChunked, FOLDER), (Format::ZstdChunked, "/dev/shm")];
+
+/// A lower layer with a large file, and an upper one that hides a file.
 pub fn layers(format: Format) -> Vec<Layer> {
     let chunks = if format == Format::Estargz { [128 << 10] } else { [100_000] };
     let mut lower = Writer::new(format, &chunks);
@@ -86,8 +90,17 @@ impl Place {
     }
 
     pub fn configured(layers: Vec<Layer>, jobs: u16, more: &str) -> Self {
+        Self::start(FOLDER, layers, jobs, more)
+    }
+
+    /// One of the [`WAYS`].
+    pub fn of((format, folder): (Format, &str), jobs: u16) -> Self {
+        Self::start(folder, layers(format), jobs, "")
+    }
+
+    fn start(folder: &str, layers: Vec<Layer>, jobs: u16, more: &str) -> Self {
         let fake = Arc::new(Fake::start());
-        let mut server = Server::start_with("never", |root| {
+        let mut server = Server::start_in(folder, "never", |root| {
             let from = if more.starts_with("from") { "" } else { "from = [\"*\"]\n" };
             let more = format!("[lazy]\njobs = {jobs}\nprogram = {:?}\nhosts = [\"certs.d\"]\n{from}{more}", ferry());
             fs::write(root.with_file_name("more.toml"), more).unwrap();

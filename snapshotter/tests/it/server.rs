@@ -22,7 +22,7 @@ use crate::client::Client;
 
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_ferry-snapshotter");
 /// On a disk: a memory file system cannot be below an EROFS.
-const FOLDER: &str = "/var/tmp";
+pub const FOLDER: &str = "/var/tmp";
 /// More than it takes in a guest without KVM.
 const START_TIME: Duration = Duration::from_secs(600);
 
@@ -51,7 +51,12 @@ impl Server {
 
     /// The same; a function prepares the root.
     pub fn start_with(images: &'static str, prepare: impl FnOnce(&Path)) -> Self {
-        let folder = tempfile::Builder::new().prefix("ferry-snapshotter.").tempdir_in(FOLDER).expect("it can be made");
+        Self::start_in(FOLDER, images, prepare)
+    }
+
+    /// The same in another folder.
+    pub fn start_in(folder: &str, images: &'static str, prepare: impl FnOnce(&Path)) -> Self {
+        let folder = tempfile::Builder::new().prefix("ferry-snapshotter.").tempdir_in(folder).expect("it can be made");
         fs::create_dir(folder.path().join("root")).expect("it can be made");
         prepare(&folder.path().join("root"));
         let child = spawn(folder.path(), images);

@@ -1,15 +1,20 @@
 //! fanotify's permission events and the responses to them.
-#![allow(unsafe_code, reason = "a descriptor in an event has no safe wrapper")]
+#![allow(
+    unsafe_code,
+    reason = "shared memory that the kernel writes to, and a descriptor in an event, have no safe wrapper"
+)]
 
 use std::io;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use nix::libc;
 use rustix::io::Errno;
 
 /// `FAN_EVENT_INFO_TYPE_RANGE`.
 const INFO_RANGE: u8 = 6;
 /// Room for an event with its range (48 bytes), and not for two.
-const EVENT_BYTES: usize = 64;
+pub(super) const EVENT_BYTES: usize = 64;
 
 /// A permission event: a process waits for a response before it reads.
 #[derive(Debug)]
@@ -25,7 +30,7 @@ pub struct PermissionEvent {
 }
 
 /// Parses an event: the number of its descriptor, the process, and the range.
-fn parse_event(bytes: &[u8]) -> Option<(RawFd, i32, (u64, u64))> {
+pub(super) fn parse_event(bytes: &[u8]) -> Option<(RawFd, i32, (u64, u64))> {
     let field = |at: usize| bytes.get(at..at + 4)?.try_into().ok().map(i32::from_ne_bytes);
     let wide = |at: usize| bytes.get(at..at + 8)?.try_into().ok().map(u64::from_ne_bytes);
     let all = usize::try_from(field(0)?).ok()?;
@@ -43,43 +48,45 @@ fn parse_event(bytes: &[u8]) -> Option<(RawFd, i32, (u64, u64))> {
     Some((fd, pid, range))
 }
 
-/// Waits for the next event.
-pub fn read_event(group: impl AsFd) -> io::Result<PermissionEvent> {
-    let mut bytes = [0; EVENT_BYTES];
-    let count = rustix::io::read(&group, &mut bytes)?;
-    let event = parse_event(bytes.get(..count).unwrap_or_default());
+/// Waits for the next event, which the kernel writes to these words. No other process writes to them meanwhile.
+pub(super) fn read_event(group: impl AsFd, words: &[AtomicU64; EVENT_BYTES / 8]) -> io::Result<PermissionEvent> {
+    let group = group.as_fd().as_raw_fd();
+    // SAFETY: the words are writable memory of this length, also through a shared reference, and live until the call returns.
+    let count = unsafe { libc::read(group, words.as_ptr().cast_mut().cast(), EVENT_BYTES) };
+    let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
+    let event = parse_event(bytes_of(words).get(..count).unwrap_or_default());
     let (number, pid, range) = event.filter(|(fd, ..)| *fd >= 0).ok_or(io::ErrorKind::InvalidData)?;
     // SAFETY: the kernel has just opened it for the reader of the event, which is this call alone.
     let file = unsafe { OwnedFd::from_raw_fd(number) };
     Ok(PermissionEvent { file, number, pid, range })
 }
 
-/// Responds to the event with this descriptor; `ENOENT`: there is none.
-fn respond_to(group: impl AsFd, number: RawFd, response: u32) -> rustix::io::Result<usize> {
+/// The event in these words, as the kernel wrote it.
+pub(super) fn bytes_of(words: &[AtomicU64; EVENT_BYTES / 8]) -> [u8; EVENT_BYTES] {
+    let mut bytes = [0; EVENT_BYTES];
+    for (bytes, word) in bytes.chunks_exact_mut(8).zip(words) {
+        bytes.copy_from_slice(&word.load(Ordering::Acquire).to_ne_bytes());
+    }
+    bytes
+}
+
+/// Responds to the event with this number of a descriptor. Linux compares numbers only, so any process with the group can respond.
+pub(super) fn respond_to(group: impl AsFd, number: RawFd, response: u32) {
     let mut bytes = [0; 8];
     bytes[..4].copy_from_slice(&number.to_ne_bytes());
     bytes[4..].copy_from_slice(&response.to_ne_bytes());
-    rustix::io::write(group, &bytes)
-}
-
-/// Responds to all events that another process has read without a response; it can have had at most this many descriptors. Linux
-/// compares descriptor numbers only, so any process with the group can respond.
-pub fn respond_to_all(group: impl AsFd, descriptors: RawFd, response: u32) {
-    for number in 0..descriptors {
-        // Most numbers belong to no event.
-        let _ = respond_to(&group, number, response);
+    // ENOENT: the reader may have been killed meanwhile.
+    if let Err(error) = rustix::io::write(group, &bytes)
+        && error != Errno::NOENT
+    {
+        tracing::error!("cannot respond to an event: {error}");
     }
 }
 
 impl PermissionEvent {
     /// Sends a response.
     pub fn respond(&self, group: impl AsFd, response: u32) {
-        // The reader may have been killed meanwhile.
-        if let Err(error) = respond_to(group, self.number, response)
-            && error != Errno::NOENT
-        {
-            tracing::error!("cannot respond to an event: {error}");
-        }
+        respond_to(group, self.number, response);
     }
 
     /// Returns the device and inode number of the file.

@@ -1,23 +1,15 @@
-//! The guardian's work after a server of incomplete packs has died.
+//! The packs of a guardian, and who else responds for them.
 
 use std::fs::{self, File};
-use std::io;
-use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::AsRawFd;
 use std::path::Path;
-use std::thread;
 
 use anyhow::{Context, Result};
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, SeekFrom, flock, seek};
-use rustix::io::Errno;
 
-use super::event::{PermissionEvent, read_event, respond_to_all};
-use super::{
-    ALLOW, CHECK_INTERVAL, DENY, DESCRIPTORS_MAX, GUARDIANS_BEGIN, RETRY_PAUSE, SERVED_BYTE, range_lock, server_lock,
-};
+use super::{GUARDIANS_BEGIN, SERVED_BYTE, range_lock, server_lock};
 use crate::paths::descriptor_path;
 
 /// A pack that the guardian holds.
@@ -62,9 +54,14 @@ impl PackHold {
         lease(libc::F_WRLCK) && lease(libc::F_UNLCK)
     }
 
+    /// Whether all is here, or a later server or guardian responds for what is not.
+    pub(super) fn has_next(&self) -> bool {
+        self.is_whole() || self.is_served() || self.has_successor()
+    }
+
     /// Whether readers need no response of this guardian.
     pub(super) fn is_unneeded(&self) -> bool {
-        self.is_whole() || self.is_served() || self.has_successor() || self.is_unused()
+        self.has_next() || self.is_unused()
     }
 
     /// Whether it is complete: then its name has no suffix.
@@ -73,56 +70,13 @@ impl PackHold {
         name.is_absolute() && !name.to_string_lossy().contains(".part")
     }
 
-    /// Whether a range has no holes. Only verified data is written.
-    pub(super) fn has(&self, event: &PermissionEvent) -> bool {
+    /// Whether a range has no missing data, as far as that is known: it has no holes, and blocks do not have bytes of two objects, of
+    /// which one may be missing. Only verified data is written.
+    pub(super) fn has(&self, (offset, bytes): (u64, u64), shares_blocks: bool) -> bool {
         let size = self.file.metadata().map_or(0, |found| found.len());
-        let (from, to) = (event.range.0, event.range.0.saturating_add(event.range.1).min(size));
+        let end = offset.saturating_add(bytes).min(size);
         // The file position belongs to the descriptor, which is not shared.
-        from >= to || seek(&self.file, SeekFrom::Hole(from)).is_ok_and(|hole| hole >= to)
+        let has_no_hole = || seek(&self.file, SeekFrom::Hole(offset)).is_ok_and(|hole| hole >= end);
+        offset >= end || !shares_blocks && has_no_hole()
     }
-}
-
-/// Responds in place of a server that is dead, with all of its threads: present data may be read, other reads fail with `EIO`.
-/// Returns when it is no longer needed.
-pub fn answer_for_dead_server(group: impl AsFd, packs: &[PackHold]) -> Result<()> {
-    let keys: Vec<(u64, u64)> = packs
-        .iter()
-        .map(|pack| pack.file.metadata().map(|found| (found.dev(), found.ino())))
-        .collect::<io::Result<_>>()
-        .context("cannot inspect a pack")?;
-    // Events without a response. Linux would allow their reads when the group is closed.
-    respond_to_all(&group, event_descriptors_max(), DENY);
-    // A next server has its own group, and may have marked the files after these events; so it does not get them.
-    let mut are_earlier = true;
-    loop {
-        let is_there = {
-            let group = group.as_fd();
-            let interval = if are_earlier { &Timespec::default() } else { &CHECK_INTERVAL };
-            poll(&mut [PollFd::new(&group, PollFlags::IN)], Some(interval))
-        };
-        match is_there {
-            Ok(1..) => {
-                let Ok(event) = read_event(&group) else {
-                    thread::sleep(RETRY_PAUSE);
-                    continue;
-                };
-                let pack = event.key().ok().and_then(|key| keys.iter().position(|other| *other == key));
-                let may = pack.is_none_or(|at| {
-                    let pack = &packs[at];
-                    pack.is_whole() || pack.has(&event) || !are_earlier && pack.is_served()
-                });
-                event.respond(&group, if may { ALLOW } else { DENY });
-            }
-            Ok(0) if are_earlier => are_earlier = false,
-            Ok(0) if packs.iter().all(PackHold::is_unneeded) => return Ok(()),
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(error).context("cannot wait for events"),
-        }
-    }
-}
-
-/// The number of descriptors that a server can have open: this process has inherited its limit.
-fn event_descriptors_max() -> i32 {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    limit.and_then(|limit| i32::try_from(limit).ok()).unwrap_or(DESCRIPTORS_MAX).min(DESCRIPTORS_MAX)
 }
