@@ -98,6 +98,8 @@ pub(crate) struct Credentials {
     host: String,
     /// The names of its entries, the most specific first.
     names: Vec<String>,
+    /// A file that comes first, if it is there.
+    first: Option<PathBuf>,
     /// The file, or the folder with files.
     named: Option<PathBuf>,
 }
@@ -122,9 +124,15 @@ impl Credentials {
         });
         let names = below.chain(own).collect();
         let variable = || std::env::var_os("REGISTRY_AUTH_FILE").filter(|value| !value.is_empty()).map(PathBuf::from);
-        let credentials = Self { host: host.into(), names, named: named.map(PathBuf::from).or_else(variable) };
+        let credentials =
+            Self { host: host.into(), names, first: None, named: named.map(PathBuf::from).or_else(variable) };
         credentials.read()?;
         Ok(credentials)
+    }
+
+    /// Looks into this file first; it may be missing.
+    pub(crate) fn after(self, first: Option<PathBuf>) -> Self {
+        Self { first, ..self }
     }
 
     /// Returns what there is at this moment.
@@ -133,6 +141,12 @@ impl Credentials {
     ///
     /// The named file is missing, a file is invalid, or a program that it names fails.
     pub(crate) fn find(&self) -> Result<Option<Found>> {
+        if let Some(file) = &self.first
+            && let Some(config) = read_file(file).map_err(|reason| invalid(file, reason))?
+            && let Some((_, basic)) = find_in(&config, &self.names).map_err(|reason| invalid(file, reason))?
+        {
+            return Ok(Some(Found { basic, from: file.display().to_string() }));
+        }
         let files = self.read()?;
         for (file, config) in &files {
             let helper = self.names.iter().find_map(|name| config.helpers.get(name));
@@ -188,18 +202,12 @@ impl Credentials {
         };
         let mut configs = Vec::new();
         for file in files {
-            let mut text = Vec::new();
-            match std::fs::File::open(&file).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text)) {
-                Ok(_) if text.len() as u64 > FILE_BYTES_MAX => {
-                    self.refuse(&file, format!("it has more than {FILE_BYTES_MAX} bytes"))?;
-                }
-                Ok(_) => match parse(&text) {
-                    Ok(config) => configs.push((file, config)),
-                    Err(reason) => self.refuse(&file, reason)?,
-                },
+            match read_file(&file) {
+                Ok(Some(config)) => configs.push((file, config)),
                 // Or it was replaced at this moment.
-                Err(error) if error.kind() == ErrorKind::NotFound && (self.named.is_none() || self.is_folder()) => {}
-                Err(error) => self.refuse(&file, error.to_string())?,
+                Ok(None) if self.named.is_none() || self.is_folder() => {}
+                Ok(None) => self.refuse(&file, "there is no such file".into())?,
+                Err(reason) => self.refuse(&file, reason)?,
             }
         }
         Ok(configs)
@@ -238,6 +246,17 @@ impl Credentials {
                 Ok(None)
             }
         }
+    }
+}
+
+/// Returns the contents of a file, if it exists.
+fn read_file(file: &Path) -> std::result::Result<Option<Config>, String> {
+    let mut text = Vec::new();
+    match std::fs::File::open(file).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text)) {
+        Ok(_) if text.len() as u64 > FILE_BYTES_MAX => Err(format!("it has more than {FILE_BYTES_MAX} bytes")),
+        Ok(_) => parse(&text).map(Some),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error.to_string()),
     }
 }
 
@@ -342,6 +361,25 @@ mod tests {
         assert_eq!(plain(of_folder.find()).as_deref(), Some("a:2"));
         fs::write(at("z.json"), entry("h.example/team", "dDp0")).unwrap();
         assert_eq!(plain(of_folder.find()).as_deref(), Some("t:t"));
+    }
+
+    #[test]
+    fn the_credentials_of_a_pull_come_first_if_there_are_any() {
+        let folder = tempfile::tempdir().unwrap();
+        let (named, first) = (folder.path().join("named"), folder.path().join("first"));
+        let write = |file: &Path, entry: &str, auth: &str| {
+            fs::write(file, format!(r#"{{"auths": {{"{entry}": {{"auth": "{auth}"}}}}}}"#)).unwrap();
+        };
+        write(&named, "h.example/team/app", "YTox");
+        let find = || plain(credentials(&named, "team/app").unwrap().after(Some(first.clone())).find());
+        assert_eq!(find().as_deref(), Some("a:1"), "it is missing");
+        write(&first, "other.example/team/app", "YToy");
+        assert_eq!(find().as_deref(), Some("a:1"), "of another registry");
+        write(&first, "h.example/team/app", "YToz");
+        assert_eq!(find().as_deref(), Some("a:3"));
+        fs::write(&first, "{").unwrap();
+        let found = credentials(&named, "team/app").unwrap().after(Some(first.clone())).find();
+        assert!(found.err().unwrap().to_string().contains("first"));
     }
 
     #[test]

@@ -55,6 +55,8 @@ pub struct Options {
     pub hosts: Vec<PathBuf>,
     /// The file with credentials, or a folder of such files; otherwise those that podman and docker use. They are read when a server asks.
     pub credentials: Option<PathBuf>,
+    /// A file with credentials that come before these. It may be missing.
+    pub pull_credentials: Option<PathBuf>,
     /// A manifest that was fetched before, which is not asked for by its digest.
     pub manifest: Option<Vec<u8>>,
 }
@@ -84,6 +86,7 @@ impl Default for Options {
             requests_max: IDLE_MAX,
             hosts: Vec::new(),
             credentials: None,
+            pull_credentials: None,
             manifest: None,
         }
     }

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
-use std::path::Path;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use url::Url;
 use crate::credentials::{Credentials, Found};
 use crate::error::{Error, Result};
 use crate::hosts::Host;
-use crate::http::{Client, Request, Response, Upload, shown};
+use crate::http::{Client, Options, Request, Response, Upload, shown};
 use crate::manifest::{Blob, MANIFEST_BYTES_MAX, Sha256, accepted};
 use crate::reference::Version;
 use crate::resolver::is_loopback;
@@ -80,13 +80,14 @@ impl Oci {
         }
     }
 
-    /// Creates a repository on a server; `credentials` is a file with them, or a folder of such files.
-    pub(crate) fn new(host: Host, name: &str, mirrored: Option<String>, credentials: Option<&Path>) -> Result<Self> {
+    /// Creates a repository on a server, with the credentials that options name.
+    pub(crate) fn new(host: Host, name: &str, mirrored: Option<String>, options: &Options) -> Result<Self> {
         let Host { url: base, headers, .. } = host;
         let named = base.host_str().unwrap_or_default();
         let named = base.port().map_or_else(|| named.to_owned(), |port| format!("{named}:{port}"));
         let named = if named == DOCKER_HUB { "docker.io" } else { &named };
-        let credentials = Credentials::new(&base, named, name, credentials)?;
+        let credentials = Credentials::new(&base, named, name, options.credentials.as_deref())?;
+        let credentials = credentials.after(options.pull_credentials.clone());
         Ok(Self { base, name: name.into(), mirrored, headers, credentials, authorization: Mutex::default() })
     }
 

@@ -76,7 +76,7 @@ impl Mirror {
     fn new(host: Host, registry: Option<String>, name: &str, options: &Options) -> Result<Self> {
         let client = Client::for_host(&host, Options { limits: of_mirror(options.limits), ..options.clone() })?;
         let (pulls, resolves) = (host.pulls, host.resolves);
-        let oci = Oci::new(host, name, registry, options.credentials.as_deref())?;
+        let oci = Oci::new(host, name, registry, options)?;
         Ok(Self { client, oci, pulls, resolves, failed: Mutex::default() })
     }
 
@@ -136,7 +136,7 @@ impl Remote {
                     mirrors = all.into_iter().map(mirror).collect::<Result<_>>()?;
                 }
                 let registry = registry(&own);
-                Server::Oci(Oci::new(own, name, registry, options.credentials.as_deref())?)
+                Server::Oci(Oci::new(own, name, registry, &options)?)
             }
             Location::S3 { bucket, prefix } => Server::S3(S3::new(bucket, prefix)?),
         };

@@ -31,6 +31,9 @@ pub struct LazyConfig {
     pub hosts: Vec<PathBuf>,
     /// The file with credentials, as docker and podman write it, or a folder of such files; otherwise theirs.
     pub credentials: Option<PathBuf>,
+    /// containerd's socket, to which the calls of CRI's image service go on that come to this program's. Lazy images use the credentials of
+    /// their pulls. `None`: such calls are refused.
+    pub image_service: Option<PathBuf>,
     /// The number of parallel background requests per image; 0: data is fetched only when it is read.
     pub jobs: u16,
     /// The maximum rate of background requests in bytes per second, which includes reads; reads never wait. `None`: no limit.
@@ -50,6 +53,7 @@ impl Default for LazyConfig {
             traces_from: Vec::new(),
             hosts: vec!["/etc/containerd/certs.d".into()],
             credentials: None,
+            image_service: None,
             jobs: 4,
             fetch_rate: None,
             restarts: 10,
@@ -112,9 +116,9 @@ impl Config {
     pub fn parse(text: &str, folder: &Path) -> Result<Self, toml::de::Error> {
         let mut config: Self = toml::from_str(text)?;
         let Self { root, address, containerd_root, lazy, virtiofs, .. } = &mut config;
-        let LazyConfig { hosts, credentials, program, .. } = lazy;
-        let all = [root, address, containerd_root].into_iter().chain(hosts).chain(credentials).chain(program);
-        for path in all.chain(&mut virtiofs.socket_directory) {
+        let LazyConfig { hosts, credentials, image_service, program, .. } = lazy;
+        let all = [root, address, containerd_root].into_iter().chain(hosts).chain(credentials).chain(image_service);
+        for path in all.chain(program).chain(&mut virtiofs.socket_directory) {
             *path = folder.join(&*path);
         }
         Ok(config)

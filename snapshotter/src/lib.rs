@@ -26,6 +26,7 @@ mod folders;
 mod holders;
 mod idmap;
 mod idmapped;
+pub mod image_service;
 mod keys;
 mod layers;
 mod lazy;

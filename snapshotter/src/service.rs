@@ -1,6 +1,7 @@
 //! The calls of gRPC as calls of [`Snapshotter`], each on a thread that may block.
 
 use std::convert::Infallible;
+use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -21,6 +22,7 @@ use crate::calls::CallCounter;
 use crate::diff::{ApplyRequest, ApplyResponse, DIFF_SERVICE, Stop};
 use crate::error::{Error, Result};
 use crate::filter::Filter;
+use crate::image_service::{IMAGE_SERVICE, forward};
 use crate::snapshotter::{NewSnapshot, Snapshotter};
 
 /// The number of snapshots in one message of List, as in containerd.
@@ -60,6 +62,13 @@ pub async fn answer(
 ) -> std::result::Result<Response<Body>, Infallible> {
     let path = request.uri().path().to_owned();
     let all = snapshotter;
+    if path.starts_with(IMAGE_SERVICE) {
+        let Some(containerd) = all.lazy.image_service().map(Path::to_owned) else {
+            let why = "name containerd's socket in the configuration: image-service, below [lazy]";
+            return Ok(Status::unimplemented(why).into_http());
+        };
+        return Ok(forward(all, &containerd, request).await);
+    }
     let method = path.strip_prefix(SERVICE).or_else(|| path.strip_prefix(DIFF_SERVICE)).unwrap_or_default();
     if let Some(counter) = CallCounter::of(all.metrics(), method) {
         request.extensions_mut().insert(counter);

@@ -20,7 +20,7 @@ use crate::api::Mount;
 use crate::config::{LazyConfig, VirtiofsConfig};
 use crate::error::{Error, IoContext, Result, log_failure};
 use crate::keys::Keys;
-use crate::lazy::{SharedImage, process};
+use crate::lazy::{SharedImage, process, pull_credentials};
 
 /// The label that asks for a share, with any value: containerd hands labels with this beginning to snapshotters.
 pub const VIRTIOFS_LABEL: &str = "containerd.io/snapshot/ferry.virtiofs";
@@ -83,9 +83,10 @@ impl Shares {
         let mut command = process::program_command(&self.lazy)?;
         command.arg("share").arg(source).args(["--digest", &image.digest, "--tag", tag, "--json"]);
         command.arg("--store").arg(store).arg("--virtiofs").arg(socket).stdout(Stdio::piped());
-        if let Some((from, manifest)) = &image.from {
+        if let Some((from, folder)) = &image.from {
             command.args(["--from", from, "--jobs", &self.lazy.jobs.to_string()]);
-            command.env("FERRY_REGISTRY_MANIFEST", manifest);
+            command.env("FERRY_REGISTRY_MANIFEST", folder.join("manifest"));
+            command.env(process::PULL_CREDENTIALS, folder.join(pull_credentials::FILE));
         }
         let shown = image.path.display().to_string();
         let mut child = process::spawn(&mut command, &shown)?;

@@ -189,6 +189,8 @@ mod with {
     const HOSTS: &str = "FERRY_REGISTRY_HOSTS";
     /// The environment variable with the path of the reference's manifest, if the calling program has just fetched it.
     const MANIFEST: &str = "FERRY_REGISTRY_MANIFEST";
+    /// The environment variable with the path of a file with credentials that come before all others. It may be missing.
+    const PULL_CREDENTIALS: &str = "FERRY_REGISTRY_PULL_CREDENTIALS";
     /// The maximum size of a manifest in bytes, as in registries.
     const MANIFEST_BYTES_MAX: u64 = 4 << 20;
     /// If a server responds faster, nothing is fetched in the background while a container starts, because that takes CPU time.
@@ -219,7 +221,10 @@ mod with {
         // A file with another manifest is ignored; if it cannot be read, the manifest is fetched.
         let manifest =
             std::env::var_os(MANIFEST).and_then(|path| read_at_most(Path::new(&path), MANIFEST_BYTES_MAX).ok());
-        let client = Client::new(Options { plain_http, requests_max, hosts, manifest, limits, ..Options::default() });
+        let pull_credentials = std::env::var_os(PULL_CREDENTIALS).map(PathBuf::from);
+        let options =
+            Options { plain_http, requests_max, hosts, manifest, pull_credentials, limits, ..Options::default() };
+        let client = Client::new(options);
         Ok(Arc::new(Remote::open(&reference.parse()?, client)?))
     }
 

@@ -43,10 +43,9 @@ impl Request {
             Some((name, digest)) => (name, Some(digest)),
             None => (reference.as_str(), None),
         };
-        // A colon in the host is one of a port.
-        let (folder, last) = name.rsplit_once('/')?;
-        let (last, tag) = last.split_once(':').map_or((last, "latest"), |(last, tag)| (last, tag));
-        let repository = format!("{folder}/{last}");
+        let (repository, tag) = split_tag(name);
+        let (repository, tag) = (repository.to_owned(), tag.unwrap_or("latest"));
+        repository.contains('/').then_some(())?;
         let reference = match get(MANIFEST).map(String::as_str).or(by_digest) {
             Some(digest) => format!("oci:{repository}@{digest}"),
             None => format!("oci:{repository}:{tag}"),
@@ -57,6 +56,31 @@ impl Request {
             layers = vec![digest.clone()];
         }
         Some(Self { target: target.clone(), repository, reference, layers, table: get(TABLE).cloned() })
+    }
+}
+
+/// Splits a name from its tag. A colon in the host is one of a port.
+pub(super) fn split_tag(name: &str) -> (&str, Option<&str>) {
+    let last = name.rfind('/').map_or(0, |slash| slash + 1);
+    match name[last..].find(':') {
+        Some(colon) => (&name[..last + colon], Some(&name[last + colon + 1..])),
+        None => (name, None),
+    }
+}
+
+/// Returns the registry and the repository of a reference of a pod, in which those of Docker Hub may be left out.
+#[must_use]
+pub fn repository_of(image: &str) -> Option<String> {
+    let (name, _) = split_tag(image.split('@').next().unwrap_or_default());
+    let is_host = |first: &str| first.contains(['.', ':']) || first == "localhost";
+    match name.split_once('/') {
+        _ if name.is_empty() => None,
+        Some((first, rest)) if is_host(first) => {
+            let is_hub = matches!(first, "index.docker.io" | "registry-1.docker.io");
+            Some(if is_hub { format!("docker.io/{rest}") } else { name.to_owned() })
+        }
+        Some(_) => Some(format!("docker.io/{name}")),
+        None => Some(format!("docker.io/library/{name}")),
     }
 }
 

@@ -6,6 +6,7 @@
 //! ROOT/lazy/KEY/about.toml its description, and the source of its data
 //! ROOT/lazy/KEY/layer      where it is mounted
 //! ROOT/lazy/KEY/process    the process that fetches what is read
+//! ROOT/lazy/KEY/credentials.json those of the last pull, if it had any
 //! ROOT/lazy/.new-*         an image that is being pulled
 //! ```
 //!
@@ -13,11 +14,12 @@
 
 mod labels;
 pub(crate) mod process;
+pub(crate) mod pull_credentials;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, RwLock, TryLockError};
 use std::thread;
@@ -28,8 +30,10 @@ use ferry_registry::{LazyImage, LazyOptions, Slots, list_beside};
 use ferry_vfs::sync::{lock, read};
 use serde::{Deserialize, Serialize};
 
+use self::labels::split_tag;
 pub use self::labels::{Request, TARGET, includes};
 use self::process::{Job, MountState, Puller};
+use self::pull_credentials::{Credentials, PullCredentials};
 use crate::config::LazyConfig;
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
@@ -61,7 +65,7 @@ const NEW_PREFIX: &str = ".new-";
 pub(crate) struct SharedImage {
     pub path: PathBuf,
     pub digest: String,
-    /// Where its data come from, and the file with the manifest, if they need not be here.
+    /// Where its data come from, and the folder with its manifest and credentials, if they need not be here.
     pub from: Option<(String, PathBuf)>,
 }
 
@@ -99,6 +103,8 @@ pub struct Lazy {
     waiting: Arc<()>,
     /// The keys of complete images.
     complete: Mutex<BTreeSet<String>>,
+    /// The credentials of pulls.
+    credentials: PullCredentials,
     /// The number and the last time of restarts, by key.
     restarts: Mutex<BTreeMap<String, (u32, Instant)>>,
 }
@@ -111,10 +117,7 @@ fn key(container: &str, layers: usize) -> String {
 /// Returns the registry and the repository of `oci:HOST/NAME@DIGEST` or `oci:HOST/NAME:TAG`.
 fn repository_of(reference: &str) -> &str {
     let name = reference.split_once(':').map_or("", |(_, rest)| rest);
-    let name = name.split_once('@').map_or(name, |(name, _)| name);
-    // A colon before the last slash belongs to a port.
-    let last = name.rfind('/').map_or(0, |slash| slash + 1);
-    name[last..].find(':').map_or(name, |colon| &name[..last + colon])
+    split_tag(name.split_once('@').map_or(name, |(name, _)| name)).0
 }
 
 impl RemoteLayers {
@@ -126,8 +129,8 @@ impl RemoteLayers {
 impl Lazy {
     /// Creates the object; mounts and requests nothing.
     pub fn new(folders: Folders, config: LazyConfig) -> Self {
-        let (plans, held, pulling, pulls, waiting, complete, restarts) = Default::default();
-        Self { folders, config, plans, held, pulling, pulls, waiting, complete, restarts }
+        let (plans, held, pulling, pulls, waiting, complete, credentials, restarts) = Default::default();
+        Self { folders, config, plans, held, pulling, pulls, waiting, complete, credentials, restarts }
     }
 
     /// Returns the layers that a snapshot represents, if its image starts lazily; mounts the image. `below` is the number of
@@ -244,6 +247,9 @@ impl Lazy {
         let new =
             tempfile::Builder::new().prefix(NEW_PREFIX).tempdir_in(&lazy).doing("create a directory in", &lazy)?;
         fs::create_dir(new.path().join("layer")).doing("create a directory in", new.path())?;
+        if let Some(credentials) = self.credentials.get(repository) {
+            credentials.write(new.path())?;
+        }
         let mut puller = Puller::start(&self.config, new.path(), &self.folders.store(), reference, options)?;
         let image = puller.image()?;
         let about = About {
@@ -315,8 +321,34 @@ impl Lazy {
         let key = remote.key();
         let about =
             self.about(&key)?.ok_or_else(|| Error::Lazy { image: key.clone(), reason: "it was removed".into() })?;
-        let from = Some((about.from, self.folder(&key).join("manifest")));
+        let from = Some((about.from, self.folder(&key)));
         Ok(SharedImage { path: self.image(remote), digest: about.digest, from })
+    }
+
+    /// Returns containerd's socket, to which calls of images go on.
+    pub(crate) fn image_service(&self) -> Option<&Path> {
+        self.config.image_service.as_deref()
+    }
+
+    /// Remembers the credentials of a pull, for the images that it makes.
+    pub(crate) fn begin_pull(&self, credentials: &Credentials) {
+        self.credentials.add(credentials);
+    }
+
+    /// Lets all images of the repository use the credentials of a pull, because the registry has accepted them.
+    pub(crate) fn finish_pull(&self, credentials: &Credentials) {
+        for key in self.keys().unwrap_or_default() {
+            let _held = self.held.hold(&key);
+            match self.about(&key) {
+                Ok(Some(about)) if repository_of(&about.from) == credentials.repository => {
+                    if let Err(error) = credentials.write(&self.folder(&key)) {
+                        tracing::warn!("the credentials of a pull are not used: {}", told(&error));
+                    }
+                }
+                Ok(_) => {}
+                Err(error) => tracing::warn!("{}", told(&error)),
+            }
+        }
     }
 
     /// Mounts an image, unless it is mounted and served; returns the mount point. `puller` is the process that pulled it.
@@ -341,7 +373,7 @@ impl Lazy {
             digest: &about.digest,
             store: &self.folders.store(),
             from: &about.from,
-            manifest: &folder.join("manifest"),
+            folder: &folder,
             at: &at,
             process: &folder.join("process"),
         };

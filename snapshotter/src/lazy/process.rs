@@ -16,10 +16,13 @@ use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statfs, statx};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
+use super::pull_credentials::FILE;
 use crate::config::LazyConfig;
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
 
+/// The environment variable with the path of the file with the credentials of a pull.
+pub(crate) const PULL_CREDENTIALS: &str = "FERRY_REGISTRY_PULL_CREDENTIALS";
 /// The maximum time of a mount: the process sends one request to the registry.
 const MOUNT_TIME: Duration = Duration::from_secs(60);
 /// How long a process may take to end before it is killed.
@@ -87,8 +90,8 @@ pub struct Job<'a> {
     pub store: &'a Path,
     /// The source of missing data.
     pub from: &'a str,
-    /// The file with their manifest, if it is there.
-    pub manifest: &'a Path,
+    /// The folder with the image's manifest and credentials, if they are there.
+    pub folder: &'a Path,
     /// Where it is mounted.
     pub at: &'a Path,
     /// The file that names the process.
@@ -150,7 +153,7 @@ impl Puller {
         let mut command = command(config, (Path::new("image"), Path::new("layer")), store, from)?;
         command.args(["--pull", &options]).stdin(Stdio::piped()).stdout(Stdio::piped()).current_dir(folder);
         // The descriptor is open when the process executes another program.
-        command.env("FERRY_REGISTRY_MANIFEST", "manifest");
+        command.env("FERRY_REGISTRY_MANIFEST", "manifest").env(PULL_CREDENTIALS, FILE);
         Ok(Self { child: Some(spawn(&mut command, from)?), from: from.into() })
     }
 
@@ -222,7 +225,8 @@ pub fn mount(
         Some(puller) => puller.go()?,
         None => {
             let mut command = command(config, (job.image, job.at), job.store, job.from)?;
-            command.args(["--digest", job.digest]).env("FERRY_REGISTRY_MANIFEST", job.manifest);
+            command.args(["--digest", job.digest]).env("FERRY_REGISTRY_MANIFEST", job.folder.join("manifest"));
+            command.env(PULL_CREDENTIALS, job.folder.join(FILE));
             spawn(&mut command, job.from)?
         }
     };
@@ -377,7 +381,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let at = folder.path();
         let (image, process) = (at.join("image"), at.join("process"));
-        let job = Job { image: &image, digest: "d", store: at, from: "oci:h/a:1", manifest: at, at, process: &process };
+        let job = Job { image: &image, digest: "d", store: at, from: "oci:h/a:1", folder: at, at, process: &process };
         for (program, expected) in [("/nowhere/ferry", "cannot start /nowhere/ferry"), ("/bin/false", "ended with")] {
             let config = LazyConfig { program: Some(program.into()), ..LazyConfig::default() };
             let error = mount(&config, &job, None, || panic!("it was not mounted")).unwrap_err().to_string();
@@ -395,7 +399,7 @@ mod tests {
         fs::write(&program, format!("#!/bin/sh\necho $$ >{}; exec sleep 600\n", own.display())).unwrap();
         fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let process = at.join("no/such/folder");
-        let job = Job { image: at, digest: "d", store: at, from: "oci:h/a:1", manifest: at, at, process: &process };
+        let job = Job { image: at, digest: "d", store: at, from: "oci:h/a:1", folder: at, at, process: &process };
         let config = LazyConfig { program: Some(program), ..LazyConfig::default() };
         mount(&config, &job, None, || panic!("it was not mounted")).unwrap_err();
         // It may have been killed before it wrote its id.

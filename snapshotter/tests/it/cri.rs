@@ -7,14 +7,14 @@ use std::process::Command;
 
 use ferry_guest::Cache;
 use ferry_tests::recipes::block;
-use rustix::process::{Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use crate::containerd::{Containerd, PODS, built_by_go, wait_until_empty};
 use crate::lazy_containerd::{BUSYBOX, layers, push};
 use crate::lazy_place::{ferry, noise, until, without_tables};
 use crate::server::{Server, can_mount};
-use crate::servers::{Program, Proxy, registry};
+use crate::servers::{Program, Proxy, USER, registry};
 use crate::toc_layers::{Format, Layer, Writer, lay_out, sha256};
 
 /// More than anything takes, in a guest without KVM too.
@@ -41,6 +41,8 @@ pub fn crictl() -> Option<PathBuf> {
 /// A machine of a cluster, without kubelet.
 struct Node {
     crictl: PathBuf,
+    /// The socket of the image service.
+    images: PathBuf,
     containerd: Containerd,
     server: Server,
     proxy: Proxy,
@@ -48,16 +50,22 @@ struct Node {
 }
 
 impl Node {
-    fn start(crictl: &Path, without: &str, images: &[&str]) -> Option<Self> {
+    /// With a user, its registry lets nobody else in, and crictl calls the snapshotter for images, as kubelet would.
+    fn start(crictl: &Path, without: &str, images: &[&str], user: Option<&str>) -> Option<Self> {
         let cache = Cache::from_env().expect("there is a cache");
         let busybox = cache.uml().expect("it can be fetched").busybox;
         let skopeo = cache.skopeo().expect("it can be fetched");
         let server = Server::start_with("auto", |root| {
             let more = format!("[lazy]\nfrom = [\"*\"]\njobs = 0\nprogram = {:?}\nhosts = [\"certs.d\"]\n", ferry());
+            let more = more + "image-service = \"c.sock\"\n";
             fs::write(root.with_file_name("more.toml"), more).expect("it can be written");
         });
         let folder = server.folder.path().to_owned();
-        let registry = registry(&folder.join("registry"), false)?;
+        let registry = registry(&folder.join("registry"), user.is_some())?;
+        let words: Vec<_> = ["--preserve-digests"]
+            .into_iter()
+            .chain(user.into_iter().flat_map(|user| ["--dest-creds", user]))
+            .collect();
         let proxy = Proxy::to(registry.address);
         for name in images {
             let layers = match *name {
@@ -67,7 +75,7 @@ impl Node {
             };
             let bundle = folder.join("bundles").join(name);
             lay_out(&bundle, &layers);
-            push(&skopeo, &bundle, &format!("{}/os/{name}:1", registry.address), &["--preserve-digests"]);
+            push(&skopeo, &bundle, &format!("{}/os/{name}:1", registry.address), &words);
         }
         for plugin in ["loopback", "address"] {
             let plugin = folder.join("cni/bin").join(plugin);
@@ -98,7 +106,20 @@ impl Node {
         let programs = cache.containerd().expect("it can be fetched");
         let head = "disabled_plugins = [\"io.containerd.nri.v1.nri\"]";
         let containerd = Containerd::start_with(programs, &folder, head, &lines, "");
-        Some(Self { crictl: crictl.into(), containerd, server, proxy, registry })
+        let images = if user.is_some() { server.socket() } else { folder.join("c.sock") };
+        let node = Self { crictl: crictl.into(), images, containerd, server, proxy, registry };
+        node.wait();
+        Some(node)
+    }
+
+    /// Waits for containerd, whose socket is there before its plugins.
+    fn wait(&self) {
+        until("the CRI plugin", || self.try_cri(&["images"]).0 && self.try_cri(&["pods"]).0);
+    }
+
+    fn restart_containerd(&mut self) {
+        self.containerd.restart();
+        self.wait();
     }
 
     fn folder(&self) -> &Path {
@@ -112,7 +133,8 @@ impl Node {
     fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(&self.crictl);
         let socket = format!("unix://{}", self.folder().join("c.sock").display());
-        command.args(["--runtime-endpoint", &socket, "--image-endpoint", &socket, "--timeout", TIMEOUT]).args(words);
+        let images = format!("unix://{}", self.images.display());
+        command.args(["--runtime-endpoint", &socket, "--image-endpoint", &images, "--timeout", TIMEOUT]).args(words);
         command.env("HOME", self.folder());
         command
     }
@@ -235,7 +257,7 @@ fn many(busybox: &Path) -> Vec<Layer> {
 const WAYS: [&str; 2] = ["nothing of it", "disable_snapshot_annotations = false"];
 
 fn run_pods(crictl: &Path, without: &str) {
-    let Some(mut node) = Node::start(crictl, without, &["lazy", "usual", "many"]) else { return };
+    let Some(mut node) = Node::start(crictl, without, &["lazy", "usual", "many"], None) else { return };
     let (lazy, usual, many) = (node.image("lazy"), node.image("usual"), node.image("many"));
     let before = node.proxy.answered();
     node.cri(&["pull", &lazy]);
@@ -264,7 +286,7 @@ fn run_pods(crictl: &Path, without: &str) {
     node.server.kill();
     node.exec(&container, &["touch", "/tmp/alone"]);
     drop(node.server.start_again());
-    node.containerd.restart();
+    node.restart_containerd();
     node.exec(&container, &["stat", "/tmp/alone"]);
     node.has(&container, "/second", &noise(3, 50_000));
     let another = node.start_container(&pod, "another", &lazy);
@@ -274,7 +296,7 @@ fn run_pods(crictl: &Path, without: &str) {
     let pid = node.containerd.pid();
     node.proxy.die_after(4_000_000, move || kill_process(pid, Signal::KILL).expect("it runs"));
     assert!(!node.try_cri(&["pull", &usual]).0 && node.proxy.is_dead());
-    node.containerd.restart();
+    node.restart_containerd();
     node.proxy.revive(node.registry.address);
     node.cri(&["pull", &usual]);
     let second = node.run("second", "runc", false);
@@ -312,7 +334,7 @@ fn pods_start_and_end() {
         return;
     }
     let Some(crictl) = crictl() else { return };
-    let Some(mut node) = Node::start(&crictl, WAYS[0], &["lazy"]) else { return };
+    let Some(mut node) = Node::start(&crictl, WAYS[0], &["lazy"], None) else { return };
     let image = node.image("lazy");
     // crun refuses machines with both versions of cgroups.
     let runtime = if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() { "crun" } else { "runc" };
@@ -323,6 +345,32 @@ fn pods_start_and_end() {
         let container = node.start_container(&pod, name, &image);
         node.has(&container, "/first", &noise(2, 50_000));
     }
+    node.remove_all();
+}
+
+/// A pod's secret, which kubelet gives with the pull, is enough for a lazy start, and for what is read after restarts.
+#[test]
+#[ignore = "long: make test-all"]
+fn private_images_start_lazily_by_the_secret_of_a_pod() {
+    if !can_mount() {
+        return;
+    }
+    let Some(crictl) = crictl() else { return };
+    let Some(mut node) = Node::start(&crictl, WAYS[0], &["lazy"], Some(USER)) else { return };
+    let image = node.image("lazy");
+    assert!(!node.try_cri(&["pull", &image]).0 && !node.try_cri(&["pull", "--creds", "me:wrong", &image]).0);
+    node.cri(&["pull", "--creds", USER, &image]);
+    let lazy = || fs::read_dir(node.server.root().join("lazy")).expect("it can be listed").flatten();
+    let [folder] = &lazy().map(|image| image.path()).collect::<Vec<_>>()[..] else { panic!("it starts lazily") };
+    let pod = node.run("private", "runc", false);
+    let container = node.start_container(&pod, "one", &image);
+    node.has(&container, "/first", &noise(2, 50_000));
+    node.server.kill();
+    let process = fs::read_to_string(folder.join("process")).expect("it is served");
+    let process = process.split(' ').next().and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw);
+    kill_process(process.expect("it is a number"), Signal::KILL).expect("it runs");
+    drop(node.server.start_again());
+    node.has(&container, "/second", &noise(3, 50_000));
     node.remove_all();
 }
 

@@ -90,15 +90,15 @@ impl Place {
     }
 
     pub fn configured(layers: Vec<Layer>, jobs: u16, more: &str) -> Self {
-        Self::start(FOLDER, layers, jobs, more)
+        Self::in_folder(FOLDER, layers, jobs, more)
     }
 
     /// One of the [`WAYS`].
     pub fn of((format, folder): (Format, &str), jobs: u16) -> Self {
-        Self::start(folder, layers(format), jobs, "")
+        Self::in_folder(folder, layers(format), jobs, "")
     }
 
-    fn start(folder: &str, layers: Vec<Layer>, jobs: u16, more: &str) -> Self {
+    pub fn in_folder(folder: &str, layers: Vec<Layer>, jobs: u16, more: &str) -> Self {
         let fake = Arc::new(Fake::start());
         let mut server = Server::start_in(folder, "never", |root| {
             let from = if more.starts_with("from") { "" } else { "from = [\"*\"]\n" };

@@ -20,6 +20,7 @@ mod cri_guest;
 mod diff;
 mod diff_containerd;
 mod full_disk;
+mod image_service;
 mod images;
 mod kata;
 mod lazy;

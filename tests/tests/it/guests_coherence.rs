@@ -268,7 +268,7 @@ fn cached_data_of_a_guest_expire() {
             now() {{ cut -d ' ' -f 1 /proc/uptime; }}
             for round in $(seq {ROUNDS}); do
                 [ $(stat -c %s file$round) = 1 ]; [ -e gone$round ]; [ ! -e new$round ]; step ${{round}}0
-                # SlowCall was not there is believed, too; what is opened is read anew.
+                # What was not there is believed, too; what is opened is read anew.
                 until [ $(cat signal) = $round ]; do sleep 0.05; done; begin=$(now); size= gone= new= looks=0
                 while [ -z \"$size\" ] || [ -z \"$gone\" ] || [ -z \"$new\" ]; do
                     looks=$((looks + 1))

@@ -74,7 +74,7 @@ umount /run/mnt
 # Under a mount of ours the kernel proves what it reads, too: nobody hashes an object before, and nobody is asked for its bytes.
 digest=$("$ferry" image build tree -o image2 --store store2 --layout composefs)
 ours() { "$ferry" mount image:image2 /run/mnt --store store2 --digest $digest --passthrough on; }
-# SlowCall our processes have read, in bytes.
+# What our processes have read, in bytes.
 read_by_us() {
     all=0
     for process in /proc/[0-9]*; do
@@ -88,7 +88,7 @@ before=$(read_by_us)
 cmp /run/tree/other /run/mnt/other
 [ $(read_by_us) -lt $((before + $(stat -c %s /run/tree/other) / 2)) ]
 umount /run/mnt
-# SlowCall the disk has changed is an error, and never read.
+# What the disk has changed is an error, and never read.
 spoil 45000
 ours
 if cat /run/mnt/other >/run/got; then exit 1; fi
@@ -101,7 +101,7 @@ echo proved
 /// The same for packs.
 const PACKS: &str = r#"
 digest=$("$ferry" image build tree -o image --store store --verity)
-# SlowCall is built does not depend on the file system.
+# What is built does not depend on the file system.
 [ "$digest" = "$("$ferry" image build tree -o /run/image --store /run/store --verity)" ]
 cmp image /run/image
 diff -r store/packs /run/store/packs
@@ -122,7 +122,7 @@ done
 # On a file system without it the same image is mounted, and it is said what is believed; or it is refused.
 "$ferry" image mount /run/image /run/mnt --store /run/store --digest $digest 2>said
 [ $(wc -l <said) = 1 ]
-grep 'the file system of /run/store has no fs-verity: .* believed' said
+grep 'the file system of /run/store has no fs-verity: the image was verified just now, but the data' said
 compare
 umount /run/mnt
 if "$ferry" image mount /run/image /run/mnt --store /run/store --digest $digest --verity require 2>said; then exit 1; fi
@@ -130,7 +130,7 @@ grep 'the file system of /run/store has no fs-verity, so .*--verity require' sai
 # An image whose own file has none.
 image=/run/image
 proved 2>said
-grep '/run/image has no fs-verity: the kernel proves the bytes of files' said
+grep '/run/image has no fs-verity: the kernel verifies the data of files' said
 umount /run/mnt
 refused --verity require
 grep '/run/image has no fs-verity, so' said
@@ -139,7 +139,7 @@ image=image
 cp $pack copy
 mv -f copy $pack
 refused
-grep 'has no fs-verity, though its file system has: ferry image verify .*--repair' said
+grep 'has no fs-verity, though its file system supports it: ferry image verify .*--repair' said
 "$ferry" image info image --store store | grep 'fs-verity: off$'
 "$ferry" image mount image /run/mnt --store store
 compare
@@ -166,7 +166,7 @@ mv -f kept $pack
 proved --verity require
 compare
 umount /run/mnt
-# Under a mount of ours the kernel proves what it reads, too: nobody hashes a pack before. SlowCall it has read in between counts as ours.
+# Under a mount of ours the kernel proves what it reads, too: nobody hashes a pack before. What it has read in between counts as ours.
 "$ferry" mount image:image /run/mnt --store store --digest $digest
 compare
 umount /run/mnt
@@ -201,6 +201,9 @@ storage: {filesystem: {rootdirectory: /run/fs/server/data}}
 http: {addr: "127.0.0.1:5000", secret: x}
 EOF
 "$registry" serve server/config.yml >server/log 2>&1 &
+# What cannot be compressed is pushed as it is.
+head -c 200000 /dev/urandom >tree/large
+cp tree/large /run/tree/large
 server=$!
 there=oci:127.0.0.1:5000/os/base:1
 digest=$("$ferry" image build tree -o image --store store --verity)
@@ -277,7 +280,7 @@ turn_on salted salt
 mv -f salted copy/packs/$pack
 pull copy
 is_right copy
-# SlowCall is only behind objects needs nobody.
+# What is only behind objects needs nobody.
 spoiled $((bytes - 1))
 cp image copy.img
 kill $server

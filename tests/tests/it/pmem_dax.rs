@@ -70,7 +70,7 @@ killed() {
         # In place, within a block, beyond the end.
         head -c 5000 /dev/urandom | dd of=/run/at/large bs=100 seek=701 conv=notrunc
         (cd /run/at && sha256sum large [1-8].* >sums && sync large [1-8].* sums)
-        # SlowCall goes on when the end comes. The last of it is not synced.
+        # What goes on when the end comes. The last of it is not synced.
         (while :; do head -c 30000 /dev/urandom >/run/at/churn; mv /run/at/churn /run/at/churn2; done) 2>/dev/null &
         churning=$!
         sleep 1
