@@ -127,14 +127,14 @@ mod tests {
     fn users_and_passwords_are_kept_for_the_repository_of_a_pull() {
         for (image, auth, expected) in [
             ("h:5000/a/b:1", ["me", "x:y", "", ""], Some(("h:5000/a/b", "bWU6eDp5"))),
-            ("h/a@sha256:0", ["", "", "bWU6eA==", "https://h/v2/"], Some(("h/a", "bWU6eA=="))),
+            ("h.io/a@sha256:0", ["", "", "bWU6eA==", "https://h.io/v2/"], Some(("h.io/a", "bWU6eA=="))),
             ("debian", ["me", "x", "", "https://index.docker.io/v1/"], Some(("docker.io/library/debian", "bWU6eA=="))),
             ("team/app:2", ["me", "x", "", ""], Some(("docker.io/team/app", "bWU6eA=="))),
             // Of another server, without a password, and what is neither.
-            ("h/a:1", ["me", "x", "", "other"], None),
-            ("h/a:1", ["me", "", "", ""], None),
-            ("h/a:1", ["", "", "!", ""], None),
-            ("h/a:1", ["", "", "c2VjcmV0", ""], None),
+            ("h.io/a:1", ["me", "x", "", "other"], None),
+            ("h.io/a:1", ["me", "", "", ""], None),
+            ("h.io/a:1", ["", "", "!", ""], None),
+            ("h.io/a:1", ["", "", "c2VjcmV0", ""], None),
             ("", ["me", "x", "", ""], None),
         ] {
             let found = Credentials::of(&pull(image, auth));
@@ -147,12 +147,12 @@ mod tests {
     #[test]
     fn the_file_is_for_root_and_the_log_has_no_secrets() {
         let folder = tempfile::tempdir().unwrap();
-        let credentials = Credentials::of(&pull("h/a:1", ["me", "x", "", ""])).unwrap();
+        let credentials = Credentials::of(&pull("h.io/a:1", ["me", "x", "", ""])).unwrap();
         assert!(!format!("{credentials:?}").contains("bWU6eA"));
         for _ in 0..2 {
             credentials.write(folder.path()).unwrap();
             let file = folder.path().join(FILE);
-            assert_eq!(fs::read_to_string(&file).unwrap(), r#"{"auths":{"h/a":{"auth":"bWU6eA=="}}}"#);
+            assert_eq!(fs::read_to_string(&file).unwrap(), r#"{"auths":{"h.io/a":{"auth":"bWU6eA=="}}}"#);
             assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600);
         }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
@@ -162,9 +162,9 @@ mod tests {
     fn the_oldest_pulls_are_forgotten() {
         let known = PullCredentials::default();
         for number in 0..=REPOSITORIES_MAX {
-            let image = format!("h/{number}:1");
+            let image = format!("h.io/{number}:1");
             known.add(&Credentials::of(&pull(&image, ["me", "x", "", ""])).unwrap());
         }
-        assert!(known.get("h/0").is_none() && known.get("h/1").is_some());
+        assert!(known.get("h.io/0").is_none() && known.get("h.io/1").is_some());
     }
 }
