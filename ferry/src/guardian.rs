@@ -197,7 +197,8 @@ fn guard(args: &[OsString]) -> Result<()> {
         while is_ending(keeper) {
             std::thread::sleep(EXIT_TICK);
         }
-        return server.respond().context("cannot respond to the kernel");
+        server.respond();
+        return Ok(());
     }
     let mut switch = io::stdout().lock();
     switch.write_all(b"1").and_then(|()| switch.flush()).context("cannot abort the connection")
@@ -211,7 +212,7 @@ fn packs(args: &[OsString]) -> Result<DeadServer> {
     let packs: Vec<PathBuf> = args[2..].iter().map(PathBuf::from).collect();
     let group = io::stdout().as_fd().try_clone_to_owned().context("cannot duplicate the fanotify group")?;
     let log = io::stdin().as_fd().try_clone_to_owned().context("cannot duplicate the log of events")?;
-    DeadServer::new(group, log.into(), &packs, restart_time, *shares_blocks == "true")
+    DeadServer::new(group, &log.into(), &packs, restart_time, *shares_blocks == "true")
 }
 
 /// Whether a process with this thread still has threads that may have files open.

@@ -54,7 +54,7 @@ const DENY: u32 = 2 | (5 << 24);
 /// The byte of a pack whose lock announces a server: no pack is that long.
 const SERVED_BYTE: i64 = i64::MAX - 1;
 /// The first byte of a pack whose lock announces a guardian. Later guardians lock higher bytes.
-const GUARDIANS_BEGIN: i64 = i64::MAX / 2;
+const GUARDIANS_BEGIN: i64 = 1 << 62;
 /// The interval at which the guardian checks that it is still needed.
 const CHECK_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// The maximum wait for the first event.
@@ -437,15 +437,19 @@ mod tests {
         let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
         let path = folder.path().join("pack.part");
         fs::write(&path, "").expect("it can be made");
-        let (first, second) =
-            (PackHold::open(&path).expect("it is there"), PackHold::open(&path).expect("it is there"));
+        let first = PackHold::open(&path).expect("it is there");
+        // Later by the clock.
+        thread::sleep(RETRY_PAUSE);
+        let second = PackHold::open(&path).expect("it is there");
         assert!(first.has_successor() && !second.has_successor());
-        assert!(!second.is_unneeded(), "another process has it open");
-        assert!(first.is_unneeded());
+        let pid = std::process::id();
+        assert!(first.has_successor_of(pid) && !first.has_successor_of(pid + 1) && !second.has_successor_of(pid));
+        assert!(!second.has_next() && !second.is_unused(), "another process has it open");
+        assert!(first.has_next());
         drop(first);
         // A program that another test is just starting may have it open, too.
         let end = Instant::now() + Duration::from_secs(60);
-        while !second.is_unneeded() {
+        while !second.is_unused() {
             assert!(Instant::now() < end, "it is not needed");
             thread::sleep(RETRY_PAUSE);
         }

@@ -139,7 +139,7 @@ fn images_use_the_credentials_of_the_last_pull_that_succeeded() {
         pull(&mut client, &image, "two").unwrap_err();
         calls.lock().unwrap().status = 0;
         pull(&mut client, &image.replace("app", "other"), "two").unwrap();
-        assert_eq!(read("other").unwrap_err().raw_os_error(), Some(libc::EIO), "{way:?}");
+        assert_eq!(read("large").unwrap_err().raw_os_error(), Some(libc::EIO), "{way:?}");
         pull(&mut client, &image, "two").unwrap();
         until("the file", || read("above").is_ok_and(|bytes| bytes == noise(5, 20_000)));
         drop(mounted);

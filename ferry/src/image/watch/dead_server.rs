@@ -2,7 +2,7 @@
 //!
 //! Present data may be read. Other readers wait for the next server, if one is expected, and get errors (`EIO`) if none comes. The next
 //! server has a fanotify group of its own, and does not know who waits for this one. So the guardian reads what they wait for: the next
-//! server fetches it for the guardian, and then they may go on.
+//! server fetches it for the guardian, and then they may go on. After a second, the next server has all new events, too, and the guardian ends.
 
 use std::fs::File;
 use std::io;
@@ -30,19 +30,24 @@ const READS_MAX: usize = 32;
 /// The maximum number of readers that wait for the next server, besides those that waited for the dead one. Each takes a descriptor.
 const HELD_MAX: usize = 256;
 const READ_BYTES: usize = 1 << 20;
+/// How long the guardian goes on when there is a next server. An event that was on its way when that marked the pack is in this group only, and the
+/// kernel would let its reader go on when the group is closed.
+const LINGER_TIME: Duration = Duration::from_secs(1);
 
-/// What a guardian knows of a server of packs.
+/// What a guardian knows of a server of packs. Whatever can fail is done before the server relies on it: if the guardian ended, readers would
+/// read holes.
 #[derive(Debug)]
 pub struct DeadServer {
     /// The fanotify group.
-    pub group: OwnedFd,
-    /// The memory of its event log.
-    pub log: File,
-    pub packs: Vec<PackHold>,
+    group: OwnedFd,
+    log: EventLog,
+    packs: Vec<PackHold>,
+    /// Their devices and inodes.
+    keys: Vec<(u64, u64)>,
     /// How long readers wait for the next server.
-    pub restart_time: Duration,
+    restart_time: Duration,
     /// Whether a block may have bytes of two objects, of which one is missing: then it is not known what is present.
-    pub shares_blocks: bool,
+    shares_blocks: bool,
 }
 
 /// A reader that waits.
@@ -58,66 +63,58 @@ struct HeldReader {
 }
 
 impl DeadServer {
-    /// Takes over from a server of these packs.
+    /// Prepares to take over from a server of these packs. `log` is the memory of its event log.
     pub fn new(
         group: OwnedFd,
-        log: File,
+        log: &File,
         packs: &[PathBuf],
         restart_time: Duration,
         shares_blocks: bool,
     ) -> Result<Self> {
-        let packs = packs.iter().map(|pack| PackHold::open(pack)).collect::<Result<_>>()?;
-        Ok(Self { group, log, packs, restart_time, shares_blocks })
+        let packs = packs.iter().map(|pack| PackHold::open(pack)).collect::<Result<Vec<_>>>()?;
+        let key = |pack: &PackHold| pack.file.metadata().map(|found| (found.dev(), found.ino()));
+        let keys = packs.iter().map(key).collect::<io::Result<_>>().context("cannot inspect a pack")?;
+        let log = EventLog::open(log).context("cannot map the log of events")?;
+        Ok(Self { group, log, packs, keys, restart_time, shares_blocks })
     }
 
     /// Responds in place of the server, of which no thread runs any more. Returns when that is no longer needed.
-    pub fn respond(self) -> Result<()> {
-        let keys: Vec<(u64, u64)> = self
-            .packs
-            .iter()
-            .map(|pack| pack.file.metadata().map(|found| (found.dev(), found.ino())))
-            .collect::<io::Result<_>>()
-            .context("cannot inspect a pack")?;
-        let pack_of = |key: (u64, u64)| keys.iter().position(|other| *other == key);
-        let log = EventLog::open(&self.log).context("cannot map the log of events")?;
+    pub fn respond(self) {
         // Before the first event is read.
-        let mut held: Vec<_> = log.lost().into_iter().map(|lost| self.reserve(&lost, pack_of)).collect();
-        let end = Instant::now() + if log.has_ended() { Duration::ZERO } else { self.restart_time };
-        let own_pid = i32::try_from(std::process::id()).unwrap_or_default();
+        let mut held: Vec<_> = self.log.lost().iter().map(|lost| self.reserve(lost)).collect();
+        let end = Instant::now() + if self.log.has_ended() { Duration::ZERO } else { self.restart_time };
         let (server, reads) = (Arc::new(self), Arc::new(AtomicUsize::new(0)));
-        // Whether all events of a pack are later than the marks of the next server, which has them, too, then.
-        let mut has_next_all = vec![false; keys.len()];
+        // When each pack was seen to have a next server.
+        let mut next_since: Vec<Option<Instant>> = vec![None; server.packs.len()];
         loop {
             let has_next: Vec<bool> = server.packs.iter().map(PackHold::has_next).collect();
+            for (since, has_next) in next_since.iter_mut().zip(&has_next) {
+                *since = since.or(Some(Instant::now())).filter(|_| *has_next);
+            }
+            let has_all = |at: usize| next_since[at].is_some_and(|since| since.elapsed() >= LINGER_TIME);
             let waits = Instant::now() < end;
+            let is_busy = !held.is_empty() || reads.load(Ordering::Acquire) > 0;
             let is_full = waits && held.len() >= HELD_MAX && !has_next.contains(&true);
-            let is_idle = held.is_empty() && reads.load(Ordering::Acquire) == 0;
-            let interval = if has_next.iter().zip(&has_next_all).any(|(now, all)| *now && !all) {
-                Timespec::default()
-            } else if waits || !is_idle {
-                NEXT_INTERVAL
+            let event = if is_full {
+                thread::sleep(RETRY_PAUSE);
+                None
             } else {
-                CHECK_INTERVAL
+                server.next_event(if waits || is_busy { &NEXT_INTERVAL } else { &CHECK_INTERVAL })
             };
-            let event = if is_full { None } else { server.next_event(&interval)? };
+            let needs_no_response = |at: usize| has_all(at) || !waits && server.packs[at].is_unused();
+            if event.is_none() && !is_busy && (0..has_next.len()).all(needs_no_response) {
+                return;
+            }
             if let Some(event) = event {
-                let pack = event.key().ok().and_then(pack_of);
-                let may_read = event.pid == own_pid
-                    || pack.is_none_or(|at| server.is_present(at, &event) || has_next[at] && has_next_all[at]);
-                if may_read {
+                let pack = event.key().ok().and_then(|key| server.pack_of(key));
+                if pack.is_some_and(|at| has_all(at) || server.may_read(at, &event)) {
                     event.respond(&server.group, ALLOW);
-                } else if waits || pack.is_some_and(|at| has_next[at]) {
+                } else if waits || pack.is_none_or(|at| has_next[at]) {
                     let PermissionEvent { file, number, range, .. } = event;
                     held.push(HeldReader { number, _reserved: Some(file), pack, range });
                 } else {
                     event.respond(&server.group, DENY);
                 }
-            } else if is_full {
-                thread::sleep(RETRY_PAUSE);
-            } else if is_idle && server.packs.iter().all(PackHold::is_unneeded) {
-                return Ok(());
-            } else {
-                has_next_all.iter_mut().zip(&has_next).for_each(|(all, now)| *all |= now);
             }
             for reader in std::mem::take(&mut held) {
                 let is_served = reader.pack.map_or_else(|| !has_next.contains(&false), |at| has_next[at]);
@@ -132,35 +129,45 @@ impl DeadServer {
         }
     }
 
+    fn pack_of(&self, key: (u64, u64)) -> Option<usize> {
+        self.keys.iter().position(|other| *other == key)
+    }
+
     /// Returns the reader of an event that the server had read.
-    fn reserve(&self, lost: &LostEvent, pack_of: impl Fn((u64, u64)) -> Option<usize>) -> HeldReader {
-        let reserved = fcntl_dupfd_cloexec(&self.log, lost.number).ok();
+    fn reserve(&self, lost: &LostEvent) -> HeldReader {
+        let reserved = fcntl_dupfd_cloexec(&self.group, lost.number).ok();
         HeldReader {
             number: lost.number,
             _reserved: reserved.filter(|reserved| reserved.as_raw_fd() == lost.number),
-            pack: lost.key.and_then(pack_of),
+            pack: lost.key.and_then(|key| self.pack_of(key)),
             range: lost.range,
         }
     }
 
     /// Returns the next event, if there is one in this time.
-    fn next_event(&self, time: &Timespec) -> Result<Option<PermissionEvent>> {
+    fn next_event(&self, time: &Timespec) -> Option<PermissionEvent> {
         match poll(&mut [PollFd::new(&self.group, PollFlags::IN)], Some(time)) {
-            Ok(0) | Err(Errno::INTR) => return Ok(None),
-            ready => drop(ready.context("cannot wait for events")?),
+            Ok(0) | Err(Errno::INTR) => return None,
+            Ok(_) => {}
+            Err(_) => {
+                thread::sleep(RETRY_PAUSE);
+                return None;
+            }
         }
         let event = read_event(&self.group, &Default::default());
         if event.is_err() {
             // The kernel has refused its reader: memory or descriptors are short.
             thread::sleep(RETRY_PAUSE);
         }
-        Ok(event.ok())
+        event.ok()
     }
 
-    /// Whether what an event is about can be read now.
-    fn is_present(&self, pack: usize, event: &PermissionEvent) -> bool {
+    /// Whether a reader can go on now: what it reads is present, or it is a guardian that reads for others, and has found a later
+    /// server than that of this one.
+    fn may_read(&self, pack: usize, event: &PermissionEvent) -> bool {
         let pack = &self.packs[pack];
-        pack.is_whole() || pack.has(event.range, self.shares_blocks)
+        let is_present = pack.is_whole() || pack.has(event.range, self.shares_blocks);
+        is_present || u32::try_from(event.pid).is_ok_and(|pid| pid == std::process::id() || pack.has_successor_of(pid))
     }
 
     /// Lets a reader go on when this process has read its range: the next server has fetched it then.
@@ -170,7 +177,9 @@ impl DeadServer {
         let read = move || {
             let packs = reader.pack.map_or(&server.packs[..], |at| &server.packs[at..=at]);
             let outcome = packs.iter().try_for_each(|pack| read_through(&pack.file, reader.range));
-            respond_to(&server.group, reader.number, if outcome.is_ok() { ALLOW } else { DENY });
+            respond_to(&server.group, number, if outcome.is_ok() { ALLOW } else { DENY });
+            // Not before: another event could have its number.
+            drop(reader);
             running.fetch_sub(1, Ordering::AcqRel);
         };
         reads.fetch_add(1, Ordering::AcqRel);
@@ -223,7 +232,7 @@ mod tests {
             }
         };
         let GuardianFiles { group, log, packs } = watch.for_guardian().expect("descriptors can be had");
-        let server = DeadServer::new(group.into(), log, &packs, restart_time, false).expect("the packs are here");
+        let server = DeadServer::new(group.into(), &log, &packs, restart_time, false).expect("the packs are here");
         let reader = thread::spawn(move || {
             let mut byte = [0];
             File::open(&part)?.read_exact_at(&mut byte, 3 * 4096)?;
@@ -246,7 +255,7 @@ mod tests {
         let error = reader.join().expect("it does not panic").expect_err("nothing is here");
         assert_eq!(error.raw_os_error(), Some(nix::libc::EIO));
         // Nobody has the packs open.
-        responder.join().expect("it does not panic").expect("it ends");
+        responder.join().expect("it ends");
     }
 
     /// The reader's event was read by the dead server, and the next one does not get it.
@@ -261,7 +270,7 @@ mod tests {
         let mut next = Watch::begin(&mut objects).expect("the first one could");
         next.serve(&Arc::new(objects), 2).expect("threads can be had");
         assert_ne!(reader.join().expect("it does not panic").expect("it is fetched"), 0);
-        responder.join().expect("it does not panic").expect("it ends");
+        responder.join().expect("it ends");
     }
 
     /// A server that has ended by itself has no next one.
@@ -269,9 +278,9 @@ mod tests {
     fn readers_do_not_wait_after_an_end() {
         let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
         let Some(Killed { server, reader, .. }) = killed(folder.path(), Duration::from_secs(600)) else { return };
-        EventLog::open(&server.log).expect("it is there").end();
+        server.log.end();
         let responder = thread::spawn(move || server.respond());
         reader.join().expect("it does not panic").expect_err("nothing is here");
-        responder.join().expect("it does not panic").expect("it ends");
+        responder.join().expect("it ends");
     }
 }

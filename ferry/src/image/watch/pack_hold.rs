@@ -9,14 +9,17 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use rustix::fs::{FlockOperation, SeekFrom, flock, seek};
 
-use super::{GUARDIANS_BEGIN, SERVED_BYTE, range_lock, server_lock};
+use super::{GUARDIANS_BEGIN, SERVED_BYTE, range_lock};
 use crate::paths::descriptor_path;
+
+/// The bits of a process id, of which the kernel has at most 2^22.
+const PID_BITS: u32 = 22;
 
 /// A pack that the guardian holds.
 #[derive(Debug)]
 pub struct PackHold {
     pub(super) file: File,
-    /// The byte whose lock announces this guardian.
+    /// The byte whose lock announces this guardian: the time in milliseconds, and the process id.
     pub(super) own_byte: i64,
 }
 
@@ -27,7 +30,8 @@ impl PackHold {
         flock(&file, FlockOperation::NonBlockingLockShared)
             .with_context(|| format!("cannot lock {}", path.display()))?;
         let since = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-        let own_byte = GUARDIANS_BEGIN.saturating_add(since.tv_sec.saturating_mul(1_000_000_000) + since.tv_nsec);
+        let since_ms = since.tv_sec.saturating_mul(1000) + since.tv_nsec / 1_000_000;
+        let own_byte = GUARDIANS_BEGIN + (since_ms << PID_BITS) + i64::from(std::process::id());
         let lock = range_lock(libc::F_RDLCK, own_byte, own_byte + 1);
         fcntl(&file, FcntlArg::F_OFD_SETLK(&lock)).with_context(|| format!("cannot lock {}", path.display()))?;
         Ok(Self { file, own_byte })
@@ -35,14 +39,35 @@ impl PackHold {
 
     /// Whether a later guardian responds for this pack. Two guardians would each take the other for a reader, and never end.
     pub(super) fn has_successor(&self) -> bool {
-        let mut lock = range_lock(libc::F_WRLCK, self.own_byte + 1, SERVED_BYTE);
-        fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK
+        self.locked_byte(self.own_byte + 1, SERVED_BYTE).is_some()
+    }
+
+    /// Whether a process is such a guardian.
+    pub(super) fn has_successor_of(&self, pid: u32) -> bool {
+        // Few guardians are there at once.
+        let mut left = vec![(self.own_byte + 1, SERVED_BYTE)];
+        while let Some((from, to)) = left.pop() {
+            match self.locked_byte(from, to) {
+                Some(byte) if (byte - GUARDIANS_BEGIN) & ((1 << PID_BITS) - 1) == i64::from(pid) => return true,
+                Some(byte) => left.extend([(from, byte), (byte + 1, to)]),
+                None => {}
+            }
+        }
+        false
+    }
+
+    /// Returns the first byte of a lock of others in a range.
+    fn locked_byte(&self, from: i64, to: i64) -> Option<i64> {
+        let mut lock = range_lock(libc::F_WRLCK, from, to);
+        let is_locked = from < to
+            && fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok()
+            && i32::from(lock.l_type) != libc::F_UNLCK;
+        is_locked.then(|| lock.l_start.max(from))
     }
 
     /// Whether a server responds for this pack.
     pub(super) fn is_served(&self) -> bool {
-        let mut lock = server_lock(libc::F_WRLCK);
-        fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK
+        self.locked_byte(SERVED_BYTE, SERVED_BYTE + 1).is_some()
     }
 
     /// Whether no other process, nor EROFS, has it open.
@@ -57,11 +82,6 @@ impl PackHold {
     /// Whether all is here, or a later server or guardian responds for what is not.
     pub(super) fn has_next(&self) -> bool {
         self.is_whole() || self.is_served() || self.has_successor()
-    }
-
-    /// Whether readers need no response of this guardian.
-    pub(super) fn is_unneeded(&self) -> bool {
-        self.has_next() || self.is_unused()
     }
 
     /// Whether it is complete: then its name has no suffix.
