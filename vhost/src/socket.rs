@@ -24,8 +24,8 @@ const MODE: Mode = Mode::from_raw_mode(0o600);
 const MODE_OF_GROUP: Mode = Mode::from_raw_mode(0o660);
 /// Connections that wait while another VMM is served.
 const BACKLOG: i32 = 16;
-/// How long a dying server may take to close a connection.
-const DYING: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+/// How long a dying server may take to close a connection, on a machine with much to do.
+const DYING: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
 /// The longest path that an address of a unix socket holds, in bytes (unix(7)).
 const PATH_BYTES_MAX: usize = 107;
 /// The longest name that fits behind `/proc/self/fd/`, the number of a descriptor, and a slash.

@@ -14,7 +14,7 @@ use crate::events::Watched;
 use crate::{mounts_suites, ninep};
 
 /// Each suite takes a minute under emulation on a machine with nothing else to do.
-const LIMIT: Duration = Duration::from_secs(1800);
+const LIMIT: Duration = Duration::from_secs(5400);
 const BOOT: Duration = Duration::from_secs(240);
 
 /// How the kernel's 9P client mounts: a mode whose failing checks `ninep` knows.

@@ -73,7 +73,7 @@ fn results_are_put_into_the_rows_that_they_are_of() {
         "     Running tests/fsx.rs (target/debug/deps/fsx-0123456789abcdef)\n\nrunning 3 tests\n\
          test fsx_direct ... ok\nskipped: fsx::fsx_cached: there is no /dev/fuse\ntest fsx_cached ... ok\n\
          test fsx_long ... FAILED\n\
-         \x20    Running tests/it/main.rs (target/debug/deps/it-0123456789abcdef)\n\
+         \x20    Running /home/me/ferry/target/test-all/deps/it-0123456789abcdef\n\
          test mounts_suites::posix::dir_uring ... ok\ntest mounts_suites::posix_of::another ... ok\n\
          test mounts_suites::git::mem ... ignored, long\ntest mounts_suites::build::dir ... FAILED\n\
          test qemu::of_another_crate ... ok\nskipped: 1\n",
