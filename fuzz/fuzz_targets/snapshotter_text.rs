@@ -1,9 +1,10 @@
-//! What containerd's clients can send as text: filters of lists, maps of ids in labels. And the configuration file.
+//! What containerd's clients can send as text: filters of lists, maps of ids in labels. And the configuration file, and kubelet's pulls.
 #![no_main]
 
 use std::path::Path;
 
 use ferry_snapshotter::api::{Info, Kind, Labels};
+use ferry_snapshotter::image_service::parse_pull;
 use ferry_snapshotter::{Config, Filter, GID_LABEL, IdMaps, UID_LABEL};
 use libfuzzer_sys::fuzz_target;
 
@@ -18,4 +19,5 @@ fuzz_target!(|text: &str| {
         assert!(filter.matches(&info) || !text.trim().is_empty());
     }
     let _ = Config::parse(text, Path::new("/etc"));
+    let _ = parse_pull(text.as_bytes());
 });

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Body as _, Bytes, Incoming};
+use hyper::body::{Body as _, Incoming};
 use hyper::client::conn::http2::handshake;
 use hyper::{Request, Response};
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -107,7 +107,7 @@ async fn pull(
     let too_long = |error| Status::new(Code::ResourceExhausted, format!("a pull cannot be read: {error}"));
     let (head, body) = request.into_parts();
     let message = Limited::new(body, PULL_BYTES_MAX).collect().await.map_err(too_long)?.to_bytes();
-    let credentials = pull_of(&message).and_then(|pull| Credentials::of(&pull));
+    let credentials = parse_pull(&message).and_then(|pull| Credentials::of(&pull));
     if let Some(credentials) = &credentials {
         snapshotter.lazy.begin_pull(credentials);
     }
@@ -128,8 +128,9 @@ async fn pull(
     Ok(Response::from_parts(head, Body::new(body)))
 }
 
-/// Parses the message of a pull; `None`: it is compressed, or containerd will refuse it.
-fn pull_of(frame: &Bytes) -> Option<PullImageRequest> {
+/// Parses the message of a pull with its head, as kubelet sends it; `None`: it is compressed, or containerd will refuse it.
+#[must_use]
+pub fn parse_pull(frame: &[u8]) -> Option<PullImageRequest> {
     let head = frame.first_chunk::<FRAME_HEAD_BYTES>()?;
     let length = usize::try_from(u32::from_be_bytes([head[1], head[2], head[3], head[4]])).ok()?;
     let message = frame.get(FRAME_HEAD_BYTES..)?.get(..length)?;
@@ -138,6 +139,7 @@ fn pull_of(frame: &Bytes) -> Option<PullImageRequest> {
 
 #[cfg(test)]
 mod tests {
+    use hyper::body::Bytes;
     use proptest::prelude::*;
 
     use super::*;
@@ -154,19 +156,19 @@ mod tests {
         let pull = PullImageRequest { image, auth };
         assert!(!format!("{pull:?}").contains("secret"));
         let message = pull.encode_to_vec();
-        assert_eq!(pull_of(&frame(&message)), Some(pull.clone()));
+        assert_eq!(parse_pull(&frame(&message)), Some(pull.clone()));
         let whole = frame(&message);
-        assert_eq!(pull_of(&whole.slice(..whole.len() - 1)), None, "cut off");
+        assert_eq!(parse_pull(&whole.slice(..whole.len() - 1)), None, "cut off");
         let mut compressed = whole.to_vec();
         compressed[0] = 1;
-        assert_eq!(pull_of(&compressed.into()), None);
+        assert_eq!(parse_pull(&compressed), None);
     }
 
     proptest! {
         #[test]
         fn every_message_is_read_or_ignored(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let _ = pull_of(&frame(&bytes)).and_then(|pull| Credentials::of(&pull));
-            let _ = pull_of(&bytes.into());
+            let _ = parse_pull(&frame(&bytes)).and_then(|pull| Credentials::of(&pull));
+            let _ = parse_pull(&bytes);
         }
     }
 }
