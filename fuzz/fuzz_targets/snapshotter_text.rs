@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use ferry_snapshotter::api::{Info, Kind, Labels};
-use ferry_snapshotter::image_service::parse_pull;
+use ferry_snapshotter::cri_api::parse_pull;
 use ferry_snapshotter::{Config, Filter, GID_LABEL, IdMaps, UID_LABEL};
 use libfuzzer_sys::fuzz_target;
 

@@ -19,10 +19,11 @@ use crate::api::{
     PrepareRequest, SERVICE, UpdateRequest, UsageResponse,
 };
 use crate::calls::CallCounter;
+use crate::cri_api::IMAGE_SERVICE;
 use crate::diff::{ApplyRequest, ApplyResponse, DIFF_SERVICE, Stop};
 use crate::error::{Error, Result};
 use crate::filter::Filter;
-use crate::image_service::{IMAGE_SERVICE, forward};
+use crate::image_service::forward;
 use crate::snapshotter::{NewSnapshot, Snapshotter};
 
 /// The number of snapshots in one message of List, as in containerd.

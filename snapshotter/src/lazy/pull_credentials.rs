@@ -16,8 +16,8 @@ use base64::engine::general_purpose::STANDARD;
 use ferry_vfs::sync::lock;
 
 use super::labels::repository_of;
+use crate::cri_api::PullImageRequest;
 use crate::error::{IoContext, Result};
-use crate::image_service::PullImageRequest;
 
 /// The name of the file beside an image.
 pub(crate) const FILE: &str = "credentials.json";
@@ -112,8 +112,10 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
+    use proptest::prelude::*;
+
     use super::*;
-    use crate::image_service::{AuthConfig, ImageSpec};
+    use crate::cri_api::{AuthConfig, ImageSpec};
 
     fn pull(image: &str, [username, password, auth, server_address]: [&str; 4]) -> PullImageRequest {
         let [username, password, auth, server_address] = [username, password, auth, server_address].map(str::to_owned);
@@ -156,6 +158,15 @@ mod tests {
             assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600);
         }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    proptest! {
+        #[test]
+        fn every_pull_is_understood_or_ignored(image in "\\PC{0,40}", auth in "\\PC{0,20}", server in "\\PC{0,20}") {
+            if let Some(found) = Credentials::of(&pull(&image, ["me", "word", &auth, &server])) {
+                prop_assert!(found.repository.contains('/'));
+            }
+        }
     }
 
     #[test]

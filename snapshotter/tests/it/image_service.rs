@@ -7,7 +7,7 @@ use std::thread;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use ferry_snapshotter::image_service::{AuthConfig, IMAGE_SERVICE, ImageSpec, PullImageRequest};
+use ferry_snapshotter::cri_api::{AuthConfig, IMAGE_SERVICE, ImageSpec, PullImageRequest};
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Bytes, Incoming};
 use hyper::header::HeaderMap;

@@ -64,9 +64,10 @@ const NEEDED: &[(&str, &str)] = &[
     ("[lazy]\nfrom = []", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
     ("[lazy]\nfrom = [\"ghcr.io/", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
     (
-        "apiVersion: apps/v1\nkind: DaemonSet",
-        "Kubernetes; snapshotter/tests/it/lazy_credentials.rs changes such a folder",
+        "# /etc/ferry/snapshotter.toml\n[lazy]\nimage-service",
+        "containerd: snapshotter/tests/it/image_service.rs, cri.rs",
     ),
+    ("# kubelet's configuration file", "Kubernetes: snapshotter/tests/it/cri.rs has crictl call this socket"),
     (
         "systemctl enable --now ferry-snapshotter",
         "systemd, containerd and a registry: snapshotter/tests/it/containerd.rs imports an image",
