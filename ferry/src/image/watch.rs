@@ -245,6 +245,11 @@ impl Watch {
             loop {
                 let logged = match early.next().map_or_else(|| log.read(&*group), Ok) {
                     Ok(logged) => logged,
+                    // As many readers as the log has room for: the others wait in the kernel.
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                        thread::sleep(RETRY_PAUSE);
+                        continue;
+                    }
                     Err(error) => {
                         tracing::warn!("a reader was refused, because its event could not be read: {error}");
                         thread::sleep(RETRY_PAUSE);
