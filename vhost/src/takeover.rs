@@ -6,11 +6,11 @@
 //! pool of threads ([`crate::pool`]): the next one would block the queues until the monitor detects it.
 
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{CallSnapshot, MonitorHandle, MonitoredWorker, Replacement, Watch};
+use ferry_engine::{BLOCKED, CallSnapshot, MonitorHandle, MonitoredWorker, Replacement, Watch};
 use ferry_vfs::sync::lock;
 
 use crate::chain::Chain;
@@ -19,6 +19,12 @@ use crate::worker::{ChainState, Command, Port, QueueHandler, Worker};
 
 /// How long the pool serves requests after a slow one. Slow requests come in series.
 const SLOW_FOR: Duration = Duration::from_secs(2);
+
+/// The pool serves no more requests after so many quick ones in a row: passing those on (20 us each) took as long as the queues
+/// will wait when the next slow one comes unexpected (5 to 10 ms).
+const QUICK_MAX: u32 = 512;
+/// A request that takes less is quick.
+const QUICK: Duration = Duration::from_millis(1);
 
 /// Checks of the monitor in a row (every 5 ms) that find a worker in a handler, before the rate of its calls is
 /// judged.
@@ -33,11 +39,20 @@ pub(crate) struct SlowRequests {
     origin: Instant,
     /// The end in milliseconds since `origin`; 0: they are not slow.
     until_ms: AtomicU64,
+    /// The requests that other threads than the queues' owners serve.
+    elsewhere: AtomicU32,
+    /// The quick ones among them in a row, each of which was the only one.
+    quick: AtomicU32,
 }
 
 impl SlowRequests {
     pub(crate) fn new() -> Self {
-        Self { origin: Instant::now(), until_ms: AtomicU64::new(0) }
+        Self {
+            origin: Instant::now(),
+            until_ms: AtomicU64::new(0),
+            elsewhere: AtomicU32::new(0),
+            quick: AtomicU32::new(0),
+        }
     }
 
     fn now_ms(&self) -> u64 {
@@ -47,7 +62,27 @@ impl SlowRequests {
     /// Records a slow request.
     pub(crate) fn begin(&self) {
         let for_ms = u64::try_from(SLOW_FOR.as_millis()).unwrap_or(u64::MAX);
+        self.quick.store(0, Ordering::Relaxed);
         self.until_ms.store(self.now_ms().saturating_add(for_ms), Ordering::Relaxed);
+    }
+
+    /// A request is now served by another thread than the owner of its queue.
+    pub(crate) fn sent_elsewhere(&self) {
+        self.elsewhere.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// That thread has served it, in this time; `None`: the queue was taken from that thread.
+    pub(crate) fn served_elsewhere(&self, took: Option<Duration>) {
+        let is_last = self.elsewhere.fetch_sub(1, Ordering::Relaxed) == 1;
+        match took {
+            Some(took) if took < QUICK => {
+                if is_last && self.quick.fetch_add(1, Ordering::Relaxed) + 1 >= QUICK_MAX {
+                    self.until_ms.store(0, Ordering::Relaxed);
+                }
+            }
+            Some(took) if took >= BLOCKED => self.begin(),
+            _ => self.quick.store(0, Ordering::Relaxed),
+        }
     }
 
     /// Returns whether requests are slow; a single load if none was.
@@ -185,5 +220,30 @@ mod tests {
         std::thread::sleep(SLOW_FOR + Duration::from_millis(10));
         assert!(!slow.is_on());
         assert_eq!(slow.until_ms.load(Ordering::Relaxed), 0, "and costs only a load");
+    }
+
+    #[test]
+    fn slowness_ends_by_quick_requests_in_a_row() {
+        let slow = SlowRequests::new();
+        let serve = |count: u32, took: Option<Duration>| {
+            (0..count).for_each(|_| {
+                slow.sent_elsewhere();
+                slow.served_elsewhere(took);
+            });
+        };
+        slow.begin();
+        serve(QUICK_MAX - 1, Some(Duration::ZERO));
+        for other in [Some(QUICK), Some(BLOCKED), None] {
+            serve(1, other);
+            serve(QUICK_MAX - 1, Some(Duration::ZERO));
+            assert!(slow.is_on(), "{other:?} was not quick");
+        }
+        slow.sent_elsewhere();
+        serve(2 * QUICK_MAX, Some(Duration::ZERO));
+        assert!(slow.is_on(), "one is still out");
+        slow.served_elsewhere(Some(Duration::ZERO));
+        assert!(!slow.is_on());
+        slow.begin();
+        assert!(slow.is_on());
     }
 }

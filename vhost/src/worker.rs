@@ -254,8 +254,11 @@ impl<H: QueueHandler> Worker<H> {
         takeover.watch.enter(owner);
         takeover.monitor_handle.ring();
         let outcome = call(handler, transfers);
-        let worker = if takeover.watch.leave(owner) { takeover.take() } else { None };
-        (worker, outcome)
+        if takeover.watch.leave(owner) {
+            return (takeover.take(), outcome);
+        }
+        takeover.slow.served_elsewhere(None);
+        (None, outcome)
     }
 
     /// Starts the transfers. Some are inline copies, which take long on a file system that throttles writers.

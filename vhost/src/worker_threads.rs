@@ -114,7 +114,11 @@ impl<D: Device> WorkerThreads<D> {
                 return;
             }
         };
-        let Some(owner) = takeover.watch.take(seen) else { return };
+        takeover.slow.sent_elsewhere();
+        let Some(owner) = takeover.watch.take(seen) else {
+            takeover.slow.served_elsewhere(None);
+            return;
+        };
         context.own(owner);
         if let Some(worker) = takeover.take() {
             tracing::debug!("{}: a request is blocked, another thread takes over", self.options().name);

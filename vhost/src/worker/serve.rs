@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
-use ferry_engine::{BLOCKED, PoolTransfer};
+use ferry_engine::PoolTransfer;
 
 use super::{ChainState, Placement, QueueHandler, Worker, WorkerContext};
 use crate::QUEUE_SIZE_MAX;
@@ -132,6 +132,7 @@ impl<H: QueueHandler> Worker<H> {
             Placement::Here | Placement::Anywhere => None,
         };
         let pool = Arc::clone(&takeover.pool);
+        takeover.slow.sent_elsewhere();
         let job = move |handler: &mut H| {
             let start = Instant::now();
             let served = ServedChain::by(handler, &chain, token);
@@ -139,9 +140,7 @@ impl<H: QueueHandler> Worker<H> {
             let state = unsafe { served.finish(handler, &chain, token) };
             drop(memory);
             let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
-            if start.elapsed() >= BLOCKED {
-                takeover.slow.begin();
-            }
+            takeover.slow.served_elsewhere(Some(start.elapsed()));
             takeover.complete(Completion::Served { token, chain, state });
         };
         if let Err(job) = pool.run(order, Box::new(job)) {
