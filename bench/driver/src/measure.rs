@@ -17,9 +17,11 @@ const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
 /// namespace of processes of its own.
 pub fn serving(started: u32) -> u32 {
     let namespace = |pid: u32| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
+    let of_started = namespace(started);
     let children = std::fs::read_to_string(format!("/proc/{started}/task/{started}/children")).unwrap_or_default();
     let mut children = children.split_whitespace().filter_map(|pid| pid.parse().ok());
-    children.find(|child| namespace(*child) != namespace(started)).unwrap_or(started)
+    // One that has just ended has none.
+    children.find(|child| namespace(*child).is_some_and(|own| Some(own) != of_started)).unwrap_or(started)
 }
 
 /// The figures of one thread up to now.

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::net::{SocketAddr, TcpStream};
+use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -80,6 +81,32 @@ pub struct Sharing<'a> {
     pub logs: bool,
 }
 
+/// Where Ferry says that it is ready, as it says it to a service manager (sd_notify(3)): it listens before the process that
+/// serves is there. Peers say nothing.
+struct Notices(Option<UnixDatagram>);
+
+impl Notices {
+    fn new(socket: &Path, command: &[OsString]) -> Result<Self> {
+        let path = socket.with_extension("notify");
+        let _ = std::fs::remove_file(&path);
+        let is_ferry =
+            command.first().and_then(|program| Path::new(program).file_name()).is_some_and(|name| name == "ferry");
+        let socket = is_ferry.then(|| UnixDatagram::bind(&path)).transpose();
+        let socket = socket.with_context(|| format!("cannot listen at {}", path.display()))?;
+        socket.iter().try_for_each(|socket| socket.set_nonblocking(true))?;
+        Ok(Self(socket))
+    }
+
+    /// Whether it says so now, or never does.
+    fn say_ready(&self) -> bool {
+        let mut notice = [0; 64];
+        self.0.as_ref().is_none_or(|socket| {
+            std::iter::from_fn(|| socket.recv(&mut notice).ok().map(|len| notice[..len].starts_with(b"READY=1")))
+                .any(|ready| ready)
+        })
+    }
+}
+
 /// A server that listens. It is killed when this is dropped, or when the program ends in any other way.
 #[derive(Debug)]
 pub struct Server {
@@ -143,9 +170,11 @@ impl Server {
     ) -> Result<Self> {
         let log = socket.with_extension("log");
         let output = File::create(&log).with_context(|| format!("cannot create {}", log.display()))?;
+        let notices = Notices::new(&socket, &command)?;
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "taskset", "-c", cpus])
             .args(command)
+            .env("NOTIFY_SOCKET", socket.with_extension("notify"))
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
             .stderr(output)
@@ -153,7 +182,7 @@ impl Server {
             .context("cannot start setpriv (package util-linux)")?;
         let mut server = Self { child, socket, log, name };
         let deadline = Instant::now() + START_TIMEOUT;
-        while !is_ready() {
+        while !is_ready() || !notices.say_ready() {
             if !server.is_alive() {
                 bail!("{} ended at its start: {}", server.name, server.last_words());
             }

@@ -63,7 +63,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
          | | |\n| --- | --- |\n\
          | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on {file_system} |\n\
          | Ferry | {ferry} |\n| virtiofsd | {virtiofsd}, `--sandbox none --seccomp none` |\n\n\
-         * `start`: from the exec of the program until its socket listens, or until a file's attributes can be had through the mount; \
+         * `start`: from the exec of the program until a guest that connects to it has the root's attributes, or until a file's can be had through the mount; \
          page faults of all its processes until then. virtiofsd with its defaults, by a shell script of two lines, which counts. The program's size is \
          what is loaded of it, without symbols.\n\
          * `idle`: voluntary context switches of all threads of all processes in 5 s, eight seconds after the guest's last request; \
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(targets.len(), 3);
         let text = markdown(&lines, &Machine::default(), &targets, Size::FULL);
         for part in [
-            "| start: ferry share, until a guest can connect, ms | 12.00 | at most 30 | reached |",
+            "| start: ferry share, until a guest has an answer, ms | 12.00 | at most 30 | reached |",
             "| idle: wake-ups of a share, wake-ups/s | 0.00 | at most 0 | reached |",
             "| memory: RSS after the walk: virtiofsd : ferry | 1.50 | at least 1 | reached |",
             "| memory: RSS after the walk | MiB | 300 [300, 300] | virtiofsd | 450 [450, 450] | **1.50** |",

@@ -33,7 +33,7 @@ const VERSION: &[u8] = b"\x15\0\0\0\x64\xff\xff\0\x20\0\0\x08\09P2000.L";
 const ATTACH: &[u8] = b"\x17\0\0\0\x68\0\0\0\0\0\0\xff\xff\xff\xff\0\0\0\0\0\0\0\0";
 const ATTACHED_BYTES: usize = 20;
 
-const SHARE: &str = "start: ferry share, until a guest can connect";
+const SHARE: &str = "start: ferry share, until a guest has an answer";
 const MOUNT: &str = "start: ferry mount, until a file's attributes are there";
 
 /// The rows of starts.
@@ -74,15 +74,18 @@ enum Guest {
 /// A server that was started. It ends when this is dropped.
 struct Started {
     child: Child,
+    /// Who is served; gone before the server ends.
+    guest: Option<Guest>,
     /// Where a file system is mounted.
     mounted: Option<PathBuf>,
-    /// From the moment at which its program began until it was ready.
+    /// From the moment at which its program began until its guest had an answer.
     ms: f64,
     faults: f64,
 }
 
 impl Drop for Started {
     fn drop(&mut self) {
+        self.guest = None;
         // It has not been waited for, so the process id is still its own. Its children end a moment later, and one of them may remove
         // the socket, which is then the next server's.
         let family = Family::of(self.child.id());
@@ -125,15 +128,21 @@ impl Waiting {
         Ok(Self { child, stdin, faults })
     }
 
-    fn start(mut self, is_ready: impl Fn() -> bool, mounted: Option<PathBuf>) -> Result<Started> {
+    fn start(
+        mut self,
+        is_ready: impl Fn() -> bool,
+        connect: impl Fn() -> Result<Guest>,
+        mounted: Option<PathBuf>,
+    ) -> Result<Started> {
         let begin = Instant::now();
         self.stdin.write_all(b"\n")?;
-        let mut started = Started { child: self.child, mounted, ms: 0.0, faults: 0.0 };
+        let mut started = Started { child: self.child, guest: None, mounted, ms: 0.0, faults: 0.0 };
         while !is_ready() {
             ensure!(matches!(started.child.try_wait(), Ok(None)), "the server ended at its start");
             ensure!(begin.elapsed() < TIMEOUT, "the server was not ready within {} s", TIMEOUT.as_secs());
             std::thread::sleep(LOOK_INTERVAL);
         }
+        started.guest = Some(connect()?);
         started.ms = begin.elapsed().as_secs_f64() * 1e3;
         started.faults = Family::of(started.child.id()).faults()? - self.faults;
         Ok(started)
@@ -200,7 +209,7 @@ impl Starts<'_> {
             // virtiofsd takes one connection only, so none is made to see whether it listens.
             _ => crate::server::is_listening(&socket),
         };
-        let started = waiting.start(is_ready, is_mount.then_some(mount));
+        let started = waiting.start(is_ready, || self.connect(kind), is_mount.then_some(mount));
         started.with_context(|| std::fs::read_to_string(&log).unwrap_or_default().trim().to_owned())
     }
 
@@ -275,7 +284,6 @@ impl Starts<'_> {
     #[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
     fn idle(&self, kind: Kind) -> Result<[f64; 4]> {
         let started = self.start(kind)?;
-        let guest = self.connect(kind)?;
         std::thread::sleep(CALM);
         let family = Family::of(started.child.id());
         let [rss, private] = family.memory_kib()?;
@@ -284,7 +292,7 @@ impl Starts<'_> {
         let (wakes, _) = before.since()?;
         let name = if kind == Kind::Virtiofsd { "virtiofsd" } else { FERRY };
         let program = loaded_bytes(&std::fs::read(family.program(name)?)?).context("the program is no ELF file")?;
-        drop((guest, started));
+        drop(started);
         let wakes = wakes as f64 / IDLE.as_secs_f64();
         Ok([wakes, rss / 1024.0, private / 1024.0, program as f64 / (1 << 20) as f64])
     }
@@ -378,7 +386,7 @@ mod tests {
         let waiting = Waiting::new(command.into(), &dir.path().join("log")).unwrap();
         std::thread::sleep(Duration::from_millis(20));
         assert!(!file.exists());
-        let started = waiting.start(|| file.exists(), None).unwrap();
+        let started = waiting.start(|| file.exists(), || Ok(Guest::Kernel), None).unwrap();
         assert!(started.ms > 0.0 && started.faults > 0.0, "{} {}", started.ms, started.faults);
     }
 }
