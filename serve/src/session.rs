@@ -4,7 +4,7 @@ mod save_restore;
 mod slot;
 
 use std::collections::{HashMap, HashSet};
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,7 +12,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use ferry_state::{Init, JournalEntry, Slot};
 use ferry_vfs::sync::{CacheAligned, lock};
-use ferry_vfs::{Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Ino, OFlags, Removals, Result, SessionId};
+use ferry_vfs::{
+    Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Ino, OFlags, RandomKey, Removals, Result, SessionId,
+};
 use ferry_wire::fuse::{InitFlags, Negotiated};
 
 use crate::blocking_locks::BlockedLocks;
@@ -112,7 +114,7 @@ pub struct Session {
     shards: [CacheAligned<Mutex<Shard>>; SHARDS],
     open_count: AtomicUsize,
     /// The key of generations, with which the client proves that it was told an inode number.
-    generations: Option<RandomState>,
+    generations: Option<RandomKey>,
     pub(crate) blocked_locks: Arc<BlockedLocks>,
     pub(crate) passthrough: Option<Passthrough>,
     /// Maps files into the client's memory, if that was negotiated.
@@ -147,7 +149,7 @@ impl Session {
     ) -> Self {
         let finds = negotiated.has(InitFlags::EXPORT_SUPPORT) && source.features().by_number == ByNumber::Host;
         // The record outlives the key.
-        let generations = (finds && record.is_none()).then(RandomState::new);
+        let generations = (finds && record.is_none()).then(RandomKey::new);
         let shards = std::array::from_fn(|_| CacheAligned::default());
         let (id, waits) = (SessionId::unique(), Arc::default());
         let (readdirplus_auto, locks, journal_entries) =

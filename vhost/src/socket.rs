@@ -5,12 +5,12 @@
 //! chown to another file.
 
 use std::ffi::OsStr;
-use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use ferry_vfs::random_u64;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{
     AtFlags, CWD, FileType, Gid, Mode, OFlags, Stat, chmodat, chownat, fstat, linkat, mkdirat, openat, statat, unlinkat,
@@ -115,7 +115,11 @@ impl Socket {
         let made = match private.publish(folder.as_fd(), name) {
             Err(Errno::EXIST) => {
                 remove_stale(folder.as_fd(), name, path)?;
-                private.publish(folder.as_fd(), name)
+                match private.publish(folder.as_fd(), name) {
+                    // Another server was as quick.
+                    Err(Errno::EXIST) => return Err(SocketError::InUse(path.into())),
+                    outcome => outcome,
+                }
             }
             outcome => outcome,
         };
@@ -181,8 +185,8 @@ struct PrivateFolder<'a> {
 
 impl<'a> PrivateFolder<'a> {
     fn make(parent: BorrowedFd<'a>, socket: &'a OsStr) -> rustix::io::Result<Self> {
-        let make = |number| {
-            let name = format!(".ferry-{:016x}", RandomState::new().hash_one(number));
+        let make = |_| {
+            let name = format!(".ferry-{:016x}", random_u64());
             mkdirat(parent, &name, Mode::RWXU).map(|()| name)
         };
         let mut made = (0..NAMES_MAX).map(make).skip_while(|made| matches!(made, Err(Errno::EXIST)));

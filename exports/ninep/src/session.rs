@@ -1,6 +1,6 @@
 //! A 9P session, from a Tversion to the next: its fids and their resources.
 
-use std::collections::hash_map::{Entry as Slot, RandomState};
+use std::collections::hash_map::Entry as Slot;
 use std::collections::{HashMap, HashSet};
 use std::hash::BuildHasher;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 use ferry_serve::events::{EventClient, Queue, subscribe};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{
-    Attr, Caller, Changes, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Removals, Result,
-    SessionId, Subscription, XattrFlags, checks,
+    Attr, Caller, Changes, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, RandomKey, Removals,
+    Result, SessionId, Subscription, XattrFlags, checks,
 };
 use ferry_wire::ninep::{
     Fid, LockRequest, Qid, QidKind, READ_HEAD_BYTES, Reply, VERSION_OF_FERRY, VERSION_UNKNOWN, VersionReply, agree,
@@ -40,7 +40,7 @@ pub(crate) struct Session {
     source: Arc<dyn FileSystem>,
     fids: Mutex<HashMap<Fid, Arc<File>>>,
     paths: Arc<Paths>,
-    owners: RandomState,
+    owners: RandomKey,
     /// Owners that fids remember.
     owner_count: Arc<AtomicUsize>,
     values_bytes: Arc<AtomicUsize>,
@@ -303,7 +303,7 @@ impl Session {
             source: Arc::clone(&share.source),
             fids: Mutex::default(),
             paths: Arc::default(),
-            owners: RandomState::new(),
+            owners: RandomKey::new(),
             owner_count: Arc::default(),
             client_ends: ClientEnds::default(),
             values_bytes: Arc::default(),

@@ -7,10 +7,10 @@
 //!
 //! Numbers that encode handles have the top bit set; counted ones ([`crate::table::Table`]) do not.
 
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher;
 use std::os::fd::BorrowedFd;
 
-use ferry_vfs::Ino;
+use ferry_vfs::{Ino, RandomKey};
 
 use crate::mount::Mount;
 use crate::sys::{self, HostHandle};
@@ -54,7 +54,7 @@ pub(crate) struct HandleNumbers {
     root: Vec<u32>,
     ino: usize,
     generation: usize,
-    key: RandomState,
+    key: RandomKey,
 }
 
 fn words(handle: &HostHandle) -> Option<Vec<u32>> {
@@ -91,7 +91,7 @@ impl HandleNumbers {
         let (kind, root) = (handle.parts().0, words(handle)?);
         let layout = LAYOUTS.iter().find(|layout| (layout.kind, layout.words) == (kind, root.len()))?;
         let Layout { ino, generation, .. } = *layout;
-        Some(Self { mount, kind, root, ino, generation, key: RandomState::new() })
+        Some(Self { mount, kind, root, ino, generation, key: RandomKey::new() })
     }
 
     /// Returns whether inodes on this mount have such numbers.

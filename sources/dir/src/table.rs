@@ -2,14 +2,14 @@
 //! share no single lock.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::hash::{Hash, Hasher};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use ferry_engine::FileId;
 use ferry_vfs::sync::{self, CacheAligned, lock};
-use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
+use ferry_vfs::{Errno, FileType, Ino, Result, Timespec, random_u64};
 
 use crate::int_hasher::{BuildIntHasher, IntHasher};
 use crate::mount::Mount;
@@ -343,7 +343,7 @@ impl Table {
         debug_assert_eq!(root.ino, Ino::ROOT);
         // A client of an earlier process may know numbers of inodes that no longer exist. They must not name other inodes, so each process
         // starts at a random number.
-        table.next.store(FIRST_COUNTED + RandomState::new().hash_one(()) % COUNTED_RANGE, Ordering::Relaxed);
+        table.next.store(FIRST_COUNTED + random_u64() % COUNTED_RANGE, Ordering::Relaxed);
         (table, root)
     }
 

@@ -3,7 +3,6 @@
 
 mod own_locks;
 
-use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, Weak};
@@ -11,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ferry_vfs::sync::lock;
 use ferry_vfs::{
-    Caller, Change, Errno, Handle, Ino, Lock, LockKind, LockOutcome, LockOwner, Result, SessionId, Waiter,
+    Caller, Change, Errno, Handle, Ino, Lock, LockKind, LockOutcome, LockOwner, RandomKey, Result, SessionId, Waiter,
 };
 use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request, Tag};
 
@@ -73,7 +72,7 @@ pub(crate) struct ParkedLocks {
     /// The number of ranges in all files.
     ranges: Arc<AtomicUsize>,
     /// Makes names of owners unique to this client.
-    names: RandomState,
+    names: RandomKey,
 }
 
 impl ParkedLocks {

@@ -119,6 +119,22 @@ fn disk_is_used(served: &Served, socket: &str) {
     load.read_all(&mut driver, SOON);
 }
 
+/// The processes of one command have the same keys of hash maps: numbers that clients must not meet twice come from elsewhere.
+#[test]
+fn processes_of_one_command_have_random_numbers_of_their_own() {
+    if !is_root() {
+        return;
+    }
+    let home = home_of(USER);
+    for file in ["one/file", "two/file"] {
+        home.make(file, |path| fs::write(path, "").unwrap());
+    }
+    let served = serve(home, &(share("one", "a", "") + &share("two", "b", "")));
+    assert_eq!(processes(&served).len(), 2);
+    let number = |socket: &str| served.guest_at(socket).lookup(ROOT, "file").unwrap().nodeid;
+    assert_ne!(number("a"), number("b"), "a client of one of them could name an inode of the other");
+}
+
 /// Repeats a command until it succeeds: the server notices the end of a client a moment later.
 #[track_caller]
 fn done_soon(served: &Served, line: &str) -> String {

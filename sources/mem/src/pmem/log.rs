@@ -405,9 +405,8 @@ pub(crate) fn write_superblocks(medium: &dyn Medium, superblock: &Superblock) ->
     Ok(())
 }
 
-/// Returns an unpredictable number, from the seeds of the standard library's hash maps.
+/// Returns an unpredictable number.
+#[allow(clippy::cast_possible_truncation, reason = "half of it will do")]
 pub(crate) fn random_u32() -> u32 {
-    use std::hash::{BuildHasher, Hasher};
-    let bytes = std::hash::RandomState::new().build_hasher().finish().to_le_bytes();
-    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+    ferry_vfs::random_u64() as u32
 }
