@@ -18,8 +18,9 @@ const FILES: u64 = 1000;
 /// Room for the log of the most files; nothing of it is taken that nothing is written to.
 const IMAGE_BYTES: u64 = 16 << 30;
 const BLOCK_BYTES: u64 = 4096;
-/// Reads anywhere in a file, and searches for data.
-const STEPS: u64 = 10_000;
+/// Places anywhere in a file, and how often each is read and data are searched from it.
+const PLACES: u64 = 1000;
+const ROUNDS: u64 = 10;
 const MIB: f64 = 1024.0 * 1024.0;
 
 const SIZES: &[u64] = &[1_000, 10_000, 100_000, 1_000_000];
@@ -174,21 +175,27 @@ fn measure_extents(place: &Place, folder: &Path, extents: u64) -> Result<Vec<f64
     }
     let write = us_each(begin, extents);
 
+    // The same number of blocks of each size, so that faults and the CPU's caches are no part of what grows.
     let (mut any, mut data) = (Noise(extents), Vec::new());
+    let places: Vec<u64> = (0..PLACES).map(|_| any.below(extents - 1)).collect();
+    let mut read_all = || {
+        places.iter().try_for_each(|place| {
+            data.clear();
+            let found = source.read(&cx, &at(*place, len), &mut data)?;
+            ensure!(matches!(found, Data::Bytes(_)) && data == block, "a block is not as it was written: {found:?}");
+            Ok(())
+        })
+    };
+    read_all()?;
     let begin = Instant::now();
-    for _ in 0..STEPS {
-        data.clear();
-        let found = source.read(&cx, &at(any.below(extents), len), &mut data)?;
-        ensure!(matches!(found, Data::Bytes(_)) && data == block, "a block is not as it was written: {found:?}");
-    }
-    let read = us_each(begin, STEPS);
+    (0..ROUNDS).try_for_each(|_| read_all())?;
+    let read = us_each(begin, PLACES * ROUNDS);
     let begin = Instant::now();
-    for _ in 0..STEPS {
-        let before = any.below(extents - 1);
+    for before in (0..ROUNDS).flat_map(|_| &places) {
         let found = source.lseek(&cx, ino, handle, (2 * before + 1) * BLOCK_BYTES, Seek::Data)?;
         ensure!(found == 2 * (before + 1) * BLOCK_BYTES, "data are found at {found}");
     }
-    let seek = us_each(begin, STEPS);
+    let seek = us_each(begin, PLACES * ROUNDS);
     source.release(&cx, ino, handle);
     source.forget(ino, 1);
     source.syncfs(&cx, Ino::ROOT)?;
