@@ -49,9 +49,10 @@ pub fn connect() {
     *lock(&NOTIFICATIONS) = ferry_agent::notification_socket("this server is ready");
 }
 
-/// Tells the service manager that all is served that can be.
+/// Tells the service manager that all is served that can be, and gives back what the start needed.
 pub fn ready() {
     tell("READY=1");
+    ferry_engine::release_startup_memory();
 }
 
 /// Notifies the service manager that this server is stopping, for whatever reason.
