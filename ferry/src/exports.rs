@@ -12,7 +12,7 @@ use ferry_vfs::{FileSystem, IdentityScope};
 use ferry_virtiofs::SessionStore;
 
 use crate::flags::{Acl, Cache, Carrier, DaxFiles, Kind, MigrationMode, OnMigrationError, Passthrough, Share, Window};
-use crate::guardian::{Guardian, GuardianTask};
+use crate::guardian::{Guardian, GuardianTask, WaitingGuardians};
 use crate::mount_options;
 use crate::ninep::NinepSocket;
 use crate::socket::ListenSocket;
@@ -75,11 +75,21 @@ impl RunningExports {
         source: Arc<dyn FileSystem>,
         options: ferry_fuse::Options,
     ) -> Result<Arc<ferry_fuse::Export>> {
+        let restart_time = restart_time();
+        let (waiting, resumed) = restart_time.and_then(|_| WaitingGuardians::find(mountpoint)).unzip();
+        let options =
+            ferry_fuse::Options { outlives_server: restart_time.is_some(), resumed: resumed.map(Arc::new), ..options };
         let mount = Arc::new(ferry_fuse::Export::mount(mountpoint, source, options)?);
         self.mounts.push(Arc::clone(&mount));
         let switch = mount.switch().context("cannot open the controls of the connection");
-        let guardian =
-            switch.and_then(|switch| Guardian::start(GuardianTask::Connection { mountpoint, switch: switch.into() }));
+        let resumable = mount.resumable().context("cannot duplicate the connection")?.zip(restart_time);
+        let guardian = switch.and_then(|switch| {
+            Guardian::start(GuardianTask::Connection { mountpoint, switch: switch.into(), resumable })
+        });
+        if let Some(waiting) = waiting {
+            tracing::info!("the mount on {} goes on: its last server has ended", mountpoint.display());
+            waiting.end();
+        }
         match guardian {
             Ok(guardian) => self.guardians.push(guardian),
             Err(error) => tracing::warn!(
@@ -192,6 +202,14 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         poll: share.poll(),
         ..default
     }
+}
+
+/// The environment variable with the seconds for which clients of a mount wait for its next server if this one is killed.
+pub const RESTART_TIME: &str = "FERRY_MOUNT_RESTART_TIME";
+
+fn restart_time() -> Option<Duration> {
+    let seconds = std::env::var(RESTART_TIME).ok()?.parse().ok()?;
+    (seconds > 0).then(|| Duration::from_secs(seconds))
 }
 
 /// Returns the options of a share's mount. `log_name` is its name in the log, `words` are those of `-o`, and `shared` tells

@@ -13,9 +13,12 @@
 //! see holes as zeros ([`crate::image::watch`]).
 
 use std::ffi::{OsStr, OsString};
+use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -24,7 +27,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use rustix::process::Signal;
+use ferry_fuse::Resumable;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open, pidfd_send_signal};
 use rustix::thread::gettid;
 use signal_hook::iterator::Signals;
 
@@ -51,6 +55,8 @@ pub enum GuardianTask<'a> {
         mountpoint: &'a Path,
         /// The file that aborts it.
         switch: File,
+        /// For the next server, and how long to wait for it.
+        resumable: Option<(Resumable, Duration)>,
     },
     /// Respond to readers of packs ([`DeadServer`]).
     Packs {
@@ -65,6 +71,7 @@ pub enum GuardianTask<'a> {
 
 /// The words for the tasks.
 const CONNECTION: &str = "connection";
+const CONNECTION_WORD: &[u8] = CONNECTION.as_bytes();
 const PACKS: &str = "packs";
 
 /// The guardian of one mount. Drop it when the mount is gone.
@@ -81,9 +88,15 @@ impl Guardian {
         let mut command = Command::new("/proc/self/exe");
         command.arg0(NAME).env_clear().current_dir("/").stderr(Stdio::piped());
         let args: Vec<OsString> = match duty {
-            GuardianTask::Connection { mountpoint, switch } => {
+            GuardianTask::Connection { mountpoint, switch, resumable: None } => {
                 command.stdin(Stdio::null()).stdout(switch);
                 vec![CONNECTION.into(), mountpoint.into()]
+            }
+            GuardianTask::Connection { mountpoint, switch, resumable: Some((resumable, restart_time)) } => {
+                command.stdin(resumable.device).stdout(switch);
+                let words =
+                    [restart_time.as_secs().to_string(), resumable.connection.to_string(), hex(&resumable.init)];
+                [CONNECTION.into(), mountpoint.into()].into_iter().chain(words.map(OsString::from)).collect()
             }
             GuardianTask::Packs { files: GuardianFiles { group, log, packs }, restart_time, shares_blocks } => {
                 command.stdin(log).stdout(group);
@@ -200,8 +213,101 @@ fn guard(args: &[OsString]) -> Result<()> {
         server.respond();
         return Ok(());
     }
+    if let Some(restart_time) = args.get(4) {
+        let seconds = restart_time.to_str().and_then(|seconds| seconds.parse().ok());
+        // The next server kills this process once it has the connection.
+        std::thread::sleep(Duration::from_secs(seconds.context("the time is not a number")?));
+    }
     let mut switch = io::stdout().lock();
     switch.write_all(b"1").and_then(|()| switch.flush()).context("cannot abort the connection")
+}
+
+/// The guardians that wait for the next server of a mount: several if a server was killed before it had ended that of the last one.
+pub struct WaitingGuardians(Vec<OwnedFd>);
+
+impl WaitingGuardians {
+    /// Returns the guardians of killed servers of the mount at `mountpoint`, if there are any, with the connection.
+    pub fn find(mountpoint: &Path) -> Option<(Self, Resumable)> {
+        let pids = fs::read_dir("/proc").ok()?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let found = pids.filter_map(|pid| WaitingTask::find(Pid::from_raw(pid)?, mountpoint));
+        let (mut processes, mut resumable) = (Vec::new(), None);
+        for (process, task) in found {
+            resumable = resumable.or_else(|| task.resumable(&process));
+            processes.push(process);
+        }
+        Some((Self(processes), resumable?))
+    }
+
+    /// Ends them: another process has the connection.
+    pub fn end(self) {
+        for process in self.0 {
+            if let Err(error) = pidfd_send_signal(&process, Signal::KILL) {
+                tracing::debug!("cannot end the guardian of a killed server: {error}");
+            }
+        }
+    }
+}
+
+/// The arguments of a guardian that would wait for the next server.
+#[derive(PartialEq, Eq)]
+struct WaitingTask {
+    keeper: PathBuf,
+    mountpoint: PathBuf,
+    connection: u32,
+    init: Vec<u8>,
+}
+
+impl WaitingTask {
+    /// Returns the process if it is such a guardian of `mountpoint`, of this user, and its server has ended.
+    fn find(pid: Pid, mountpoint: &Path) -> Option<(OwnedFd, Self)> {
+        let task = Self::of(pid).filter(|task| task.mountpoint == mountpoint)?;
+        let own = rustix::process::geteuid().as_raw();
+        let is_own = fs::metadata(format!("/proc/{}", pid.as_raw_nonzero())).is_ok_and(|found| found.uid() == own);
+        if !is_own || fs::read(task.keeper.join("stat")).is_ok_and(|stat| !is_exiting(&stat)) {
+            return None;
+        }
+        let process = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        // The number may have been used again before there was a descriptor.
+        Self::of(pid).filter(|again| *again == task)?;
+        Some((process, task))
+    }
+
+    fn resumable(self, process: &OwnedFd) -> Option<Resumable> {
+        match pidfd_getfd(process, 0, PidfdGetfdFlags::empty()) {
+            Ok(device) => Some(Resumable { device, init: self.init, connection: self.connection }),
+            Err(error) => {
+                tracing::warn!(
+                    "{} cannot be resumed: its connection cannot be taken over: {error}",
+                    self.mountpoint.display()
+                );
+                None
+            }
+        }
+    }
+
+    fn of(pid: Pid) -> Option<Self> {
+        let line = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero())).ok()?;
+        let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+        let [name, keeper, CONNECTION_WORD, mountpoint, _, connection, init, ..] = words[..] else { return None };
+        let path = |word| PathBuf::from(OsStr::from_bytes(word));
+        let connection = str::from_utf8(connection).ok()?.parse().ok()?;
+        (name == NAME.as_bytes()).then_some(())?;
+        Some(Self { keeper: path(keeper), mountpoint: path(mountpoint), connection, init: unhex(init)? })
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+fn unhex(text: &[u8]) -> Option<Vec<u8>> {
+    let (pairs, rest) = text.as_chunks::<2>();
+    let digit = |digit: u8| char::from(digit).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
+    let byte = |[high, low]: &[u8; 2]| Some(digit(*high)? << 4 | digit(*low)?);
+    pairs.iter().map(byte).collect::<Option<_>>().filter(|_| rest.is_empty())
 }
 
 /// Takes what a server of packs leaves: the fanotify group on standard output, its log on standard input, and the rest in the arguments.
@@ -253,6 +359,8 @@ mod tests {
         assert!(!is_exiting(&fs::read(own_stat).expect("a thread")));
         assert!(is_exiting(b"4297 (a) b) c) Z 2197 2193 31546 0 -1 4228364 581 0"));
         assert!(!is_exiting(b"4297 (a) b) c) S 2197 2193 31546 0 -1 4228360 581 0"));
+        assert_eq!(unhex(hex(b"\x00\x7f\xff").as_bytes()).expect("hex"), b"\x00\x7f\xff");
+        assert!([&b"0"[..], b"xx", b"+1", b"\xff\xff"].iter().all(|text| unhex(text).is_none()));
         for nonsense in [&b""[..], b"1 (a) S 1", b"1 (a) S 1 1 1 1 1 x", b"\xff"] {
             assert!(is_exiting(nonsense));
         }

@@ -1,8 +1,8 @@
 //! Mounts by the kernel's EROFS.
 
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use ferry_image::{Image, configure_erofs, kernel_messages};
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statfs, statx};
@@ -50,6 +50,20 @@ pub(crate) fn messages(context: &OwnedFd) -> String {
 pub fn is_mounted(at: &Path) -> Result<bool> {
     let is_erofs = || statfs(at).is_ok_and(|found| u64::try_from(found.f_type) == Ok(MAGIC));
     Ok(is_mount_point(at)? && is_erofs())
+}
+
+/// Whether the mount with this number is of this kind, without a request to a server.
+///
+/// # Errors
+///
+/// The table of mounts cannot be read.
+pub fn is_kind_of(mount: u64) -> Result<bool> {
+    const TABLE: &str = "/proc/self/mountinfo";
+    let table = fs::read(TABLE).doing("read", Path::new(TABLE))?;
+    let number = format!("{mount} ");
+    let line = table.split(|byte| *byte == b'\n').find(|line| line.starts_with(number.as_bytes()));
+    // Behind the optional fields, which a hyphen ends: proc_pid_mountinfo(5).
+    Ok(line.is_some_and(|line| line.windows(9).any(|window| window == b" - erofs ")))
 }
 
 /// Whether something is mounted on a directory.

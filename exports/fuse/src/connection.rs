@@ -26,6 +26,8 @@ pub(crate) struct Connection {
     pub(crate) payload_bytes: usize,
     /// The payload size of a ring entry, in bytes.
     pub(crate) ring_payload_bytes: usize,
+    /// All readers use the descriptor that another process has, too.
+    pub(crate) outlives_server: bool,
     pub(crate) end: Arc<ConnectionEnd>,
 }
 

@@ -87,6 +87,21 @@ pub(crate) fn serve_first(connection: &Arc<Connection>, look_at: &mut dyn FnMut(
     }
 }
 
+/// Negotiates as an earlier server of the connection did, to whose INIT the kernel has the reply.
+pub(crate) fn serve_init_again(connection: &Arc<Connection>, init: &[u8]) -> io::Result<Negotiated> {
+    let reader = Arc::new(Reader::new(&Readers::none(connection, 1), connection.device.as_fd().try_clone_to_owned()?));
+    let mut work = Work::new(&reader);
+    if init.len() > work.memory.request_room().len() {
+        return Err(io::Error::other("the INIT of the last server is too long"));
+    }
+    let bytes = work.memory.load(init);
+    work.memory.received(bytes);
+    let _ = work.serve();
+    let session = connection.session.current();
+    let session = session.ok_or_else(|| io::Error::other("the INIT of the last server is none"))?;
+    Ok(*session.negotiated())
+}
+
 impl MonitoredWorker for Reader {
     fn watch(&self) -> &Watch {
         &self.watch

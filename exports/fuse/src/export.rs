@@ -1,5 +1,6 @@
 //! A mounted source.
 
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -18,6 +19,7 @@ use crate::handshake::{RequestedOptions, negotiate_init, share_options};
 use crate::interrupted::Interrupted;
 use crate::mountpoint::Mountpoint;
 use crate::notify::Notifier;
+use crate::resume::{self, Resumable};
 use crate::stats::{AllCounters, Stats};
 use crate::uring::Rings;
 use crate::{Cache, MountError, MountOptions, Options, Path};
@@ -81,6 +83,8 @@ pub struct Export {
     /// Opened at the start: it may require a private mount, whose unmount waits while clients keep all CPUs busy.
     switch: Option<AbortSwitch>,
     stopped: AtomicBool,
+    /// INIT, if the next server can resume the connection.
+    init: Option<Vec<u8>>,
     /// The machine, not an option, is why requests go through /dev/fuse.
     lacks_ring: bool,
 }
@@ -113,7 +117,13 @@ impl Export {
         ring_payload_bytes: usize,
     ) -> Result<Self, Error> {
         let requested = Arc::new(RequestedOptions::new(options, source.features())?);
-        let (fd, mountpoint) = Mountpoint::mount(mountpoint, &mount_options(options, source.features()))?;
+        let (fd, mountpoint) = match &options.resumed {
+            Some(resumed) => {
+                let device = resumed.device.try_clone().map_err(Error::Threads)?;
+                (device, Mountpoint::resumed(mountpoint, resumed.connection)?)
+            }
+            None => Mountpoint::mount(mountpoint, &mount_options(options, source.features()))?,
+        };
         let device = Arc::new(Device::new(fd));
         let connection = Arc::new(Connection {
             share: Arc::new(Share::new(Arc::clone(&source), &share_options(options))),
@@ -125,6 +135,7 @@ impl Export {
             monitor_handle: MonitorHandle::default(),
             payload_bytes: options.max_write_bytes as usize,
             ring_payload_bytes,
+            outlives_server: options.outlives_server,
             end: Arc::new(ConnectionEnd::default()),
         });
         // Before the first reply, because the kernel must be notified of changes after it.
@@ -175,6 +186,7 @@ impl Export {
             notifier: Mutex::new(notifier),
             monitor: Mutex::default(),
             stopped: AtomicBool::new(false),
+            init: requested.init_of_resumable(&agreed),
             lacks_ring: lack.is_some(),
         };
         if let Err(error) = export.start(options) {
@@ -197,6 +209,9 @@ impl Export {
             connection.monitor_handle.clone(),
             interrupted.verdict(options.handler_timeout),
         )?));
+        if options.resumed.is_some() {
+            resume::request_again(&connection.device)?;
+        }
         Readers::start(connection, self.explanation.readers)?;
         // A mount on which no file can be opened is useless.
         let spare = || rustix::io::fcntl_dupfd_cloexec(&*connection.device, 0);
@@ -227,6 +242,18 @@ impl Export {
     /// Returns the connection's number in `/sys/fs/fuse/connections`, the minor device number of files on the mount.
     pub fn connection_number(&self) -> u32 {
         self.device_number
+    }
+
+    /// Returns what the next server needs to resume the connection ([`Options::outlives_server`]); `None` if the kernel
+    /// cannot send requests again.
+    ///
+    /// # Errors
+    ///
+    /// No descriptor is left.
+    pub fn resumable(&self) -> std::io::Result<Option<Resumable>> {
+        let Some(init) = &self.init else { return Ok(None) };
+        let device = self.connection.device.as_fd().try_clone_to_owned()?;
+        Ok(Some(Resumable { device, init: init.clone(), connection: self.device_number }))
     }
 
     /// Returns a switch that ends the connection even if this process cannot, for another process that ensures that the

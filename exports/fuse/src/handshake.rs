@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use ferry_serve::{SessionSlot, ShareOptions};
@@ -46,6 +46,9 @@ pub(crate) struct RequestedOptions {
     by_number: ByNumber,
     stack_depth: u32,
     max_write_bytes: u32,
+    outlives_server: bool,
+    /// INIT, once it has arrived.
+    init: OnceLock<Vec<u8>>,
 }
 
 impl RequestedOptions {
@@ -53,6 +56,8 @@ impl RequestedOptions {
     /// It fails if io_uring or passthrough is required but not available.
     pub(crate) fn new(options: &Options, features: Features) -> Result<Self, Error> {
         let uring = match options.path {
+            // The kernel fails the requests of rings that their process leaves.
+            _ if options.outlives_server => Err(NoUring::Unwanted),
             Path::Devfuse => Err(NoUring::Unwanted),
             Path::Auto if features.waits => Err(NoUring::Waits),
             Path::Auto => uring_allowed(),
@@ -71,6 +76,8 @@ impl RequestedOptions {
             by_number: features.by_number,
             stack_depth: if options.stacked_source { STACK_DEPTH_STACKED } else { STACK_DEPTH },
             max_write_bytes: options.max_write_bytes,
+            outlives_server: options.outlives_server,
+            init: OnceLock::new(),
         })
     }
 
@@ -88,6 +95,9 @@ impl RequestedOptions {
         }
         if !self.default_permissions {
             wanted.flags -= InitFlags::NO_OPEN_SUPPORT;
+        }
+        if self.outlives_server {
+            wanted.flags |= InitFlags::HAS_RESEND;
         }
         if self.uring().is_ok() {
             wanted.flags |= InitFlags::OVER_IO_URING;
@@ -110,6 +120,11 @@ impl RequestedOptions {
         }
     }
 
+    /// Returns INIT, if the next server can resume the connection.
+    pub(crate) fn init_of_resumable(&self, agreed: &Negotiated) -> Option<Vec<u8>> {
+        self.init.get().filter(|_| self.outlives_server && agreed.has(InitFlags::HAS_RESEND)).cloned()
+    }
+
     /// Whether passthrough was agreed on.
     pub(crate) fn passthrough(&self, agreed: &Negotiated) -> Verdict {
         match &self.passthrough {
@@ -126,6 +141,8 @@ fn passthrough_allowed(options: &Options, features: Features) -> Result<(), Stri
         no("it was turned off")
     } else if !features.backing {
         no("the source's files are not whole files of this host")
+    } else if options.outlives_server {
+        no("the next server could not find the files again")
     } else if options.writeback {
         no("the kernel allows it only without the write-back cache")
     } else if !has_capability(CapabilitySet::SYS_ADMIN) {
@@ -163,6 +180,11 @@ pub(crate) fn negotiate_init(
     options: &Options,
 ) -> Result<(Negotiated, Result<Rings, NoUring>), Error> {
     let mut rings = None;
+    if let Some(resumed) = &options.resumed {
+        let agreed = devfuse::serve_init_again(connection, &resumed.init).map_err(Error::Handshake)?;
+        let _ = requested.init.set(resumed.init.clone());
+        return Ok((agreed, Err(NoUring::Unwanted)));
+    }
     let agreed = devfuse::serve_first(connection, &mut |message| {
         look_at(message, requested, &mut rings, connection, options);
     })
@@ -198,6 +220,7 @@ fn look_at(
     else {
         return;
     };
+    let _ = requested.init.set(message.to_vec());
     if requested.uring().is_err() || rings.is_some() {
         return;
     }

@@ -64,6 +64,29 @@ impl Mountpoint {
         Ok((device, Self { path: place.path, identity, by, gone: false }))
     }
 
+    /// Unmounts ferry mounts of killed servers from `path`.
+    ///
+    /// # Errors
+    ///
+    /// [`MountError`]: a server of ferry's runs, or a mount cannot be removed.
+    pub fn remove_dead(path: &Path) -> Result<(), MountError> {
+        check::remove_dead(path, &MountOptions::default().kernel_type())
+    }
+
+    /// Returns the mount of this connection at `path`, whose server has ended, without a request to it.
+    ///
+    /// # Errors
+    ///
+    /// [`MountError::NotOurs`]: another mount is there.
+    pub fn resumed(path: &Path, connection: u32) -> Result<Self, MountError> {
+        let system = |reason: Errno| MountError::System { path: path.into(), reason: reason.into() };
+        let identity = Identity::of(path).map_err(system)?;
+        if identity.minor != connection || !check::is_mount_of_ferry(path) {
+            return Err(MountError::NotOurs(path.into()));
+        }
+        Ok(Self { path: path.into(), identity, by: MountMethod::Ourselves, gone: false })
+    }
+
     /// Returns the kernel's id of the mount of a path (not a symbolic link), if it is a ferry mount, even a dead one.
     #[must_use]
     pub fn of_ferry(path: &Path) -> Option<u64> {

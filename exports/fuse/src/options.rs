@@ -7,6 +7,8 @@ use std::time::Duration;
 use ferry_engine::RateLimiter;
 pub use ferry_serve::Cache;
 
+use crate::resume::Resumable;
+
 /// How requests travel between the kernel and this process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -103,6 +105,14 @@ pub struct Options {
     /// Limits the rate of requests. Data that the kernel accesses directly (passthrough) is not limited: switch it off.
     /// Default: none.
     pub limiter: Option<Arc<RateLimiter>>,
+    /// Whether the connection may outlive this server, so that the next one resumes it (Linux 6.9, [`Export::resumable`]). Requests
+    /// then go through one descriptor of /dev/fuse: the kernel fails those of a descriptor that is closed. Only for sources that a
+    /// new server finds unchanged, with the same inode numbers, and whose clients open and change nothing. Default: no.
+    ///
+    /// [`Export::resumable`]: crate::Export::resumable
+    pub outlives_server: bool,
+    /// The connection of a server that has ended, which is resumed in place of mounting. Default: none.
+    pub resumed: Option<Arc<Resumable>>,
     /// Further options of the mount itself.
     pub mount: crate::MountOptions,
 }
@@ -144,6 +154,8 @@ impl Default for Options {
             threads: 0,
             max_write_bytes: MAX_WRITE_BYTES,
             limiter: None,
+            outlives_server: false,
+            resumed: None,
             mount: crate::MountOptions::default(),
         }
     }

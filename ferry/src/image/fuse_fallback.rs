@@ -1,6 +1,7 @@
 //! `ferry image mount`: by the kernel's EROFS, or else with `ferry mount` over FUSE.
 
 use std::ffi::{OsStr, OsString};
+use std::fmt::Display;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -8,18 +9,25 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 use ferry_control::Logging;
+use ferry_fuse::Mountpoint;
 use ferry_image::{Image, Objects};
+
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
 use super::lazy;
 use super::mount::{self, MountArgs};
 use super::registry::ImageObjects;
 use super::watch::KernelMountError;
+use crate::exports::RESTART_TIME;
+use crate::guardian::WaitingGuardians;
 use crate::recipes::shell_word;
 
 /// Mounts an image. With a digest, the image must have it, and the kernel must verify the files of a composefs image. One
 /// umount(8) ends all of it: the layers of overlayfs are not mounted anywhere.
 pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString], logging: &Logging) -> Result<u8> {
-    if !args.dir.is_dir() {
+    // Not by a request to a server: the last one of this mount may have been killed.
+    let found = statx(CWD, &args.dir, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE);
+    if !found.is_ok_and(|found| FileType::from_raw_mode(found.stx_mode.into()) == FileType::Directory) {
         bail!("{} is not a directory: create it first", args.dir.display());
     }
     let (args, pulled) = match &args.lazily.pull {
@@ -29,8 +37,15 @@ pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString], logging: 
             None => return Ok(0),
         },
     };
+    if args.lazily.restart_time > 0 {
+        let dir = args.dir.canonicalize().with_context(|| format!("cannot find {}", args.dir.display()))?;
+        if WaitingGuardians::find(&dir).is_some() {
+            return fall_back(&args, common, &"the mount of a killed server is resumed");
+        }
+        Mountpoint::remove_dead(&dir)?;
+    }
     match by_kernel(&args, pulled, line, logging) {
-        Err(error) => match error.downcast_ref() {
+        Err(error) => match error.downcast_ref::<KernelMountError>() {
             Some(why) => fall_back(&args, common, why),
             None => Err(error),
         },
@@ -52,7 +67,7 @@ fn by_kernel(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
 }
 
 /// Replaces this process by `ferry mount` of the image, unless a flag needs the kernel's mount. `common` are the global flags.
-fn fall_back(args: &MountArgs, common: &[OsString], why: &KernelMountError) -> Result<u8> {
+fn fall_back(args: &MountArgs, common: &[OsString], why: &dyn Display) -> Result<u8> {
     let words = [common, &words(args)].concat();
     let shown = shown(&words);
     if let Some(flag) = args.only_by_kernel() {
@@ -61,6 +76,9 @@ fn fall_back(args: &MountArgs, common: &[OsString], why: &KernelMountError) -> R
     eprintln!("ferry: {why}; mounting over FUSE instead: {shown}");
     let mut command = Command::new("/proc/self/exe");
     command.arg0("ferry").args(&words);
+    if args.lazily.restart_time > 0 {
+        command.env(RESTART_TIME, args.lazily.restart_time.to_string());
+    }
     if args.lazily.detached {
         // The waiting process expects a line.
         command.arg("--json");

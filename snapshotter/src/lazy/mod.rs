@@ -35,7 +35,6 @@ pub use self::labels::{Request, TARGET, includes};
 use self::process::{Job, MountState, Puller};
 use self::pull_credentials::{Credentials, PullCredentials};
 use crate::config::LazyConfig;
-use crate::erofs;
 use crate::error::{Error, IoContext, Result};
 use crate::folders::Folders;
 use crate::keys::Keys;
@@ -358,12 +357,13 @@ impl Lazy {
         let at = folder.join("layer");
         let about =
             self.about(key)?.ok_or_else(|| Error::Lazy { image: key.into(), reason: "it was removed".into() })?;
-        match process::mounted(&at)? {
+        match process::mounted(&at, &folder.join("process"))? {
             MountState::Fuse => return Ok(at),
             MountState::Erofs if self.is_served(key, &about)? => return Ok(at),
             // The process of a mount on top of it also serves readers of the mount below.
             MountState::Erofs | MountState::Nothing => {}
-            MountState::Dead => erofs::unmount_all(&at)?,
+            // The process resumes or replaces it.
+            MountState::Dead => {}
         }
         if let Err(error) = self.list_first(key) {
             tracing::warn!("{}: files are fetched in the order of the layers", told(&error));
@@ -411,7 +411,8 @@ impl Lazy {
         // A starting process may fail.
         let _held = self.held.hold(key);
         let Some(about) = self.about(key)? else { return Ok(false) };
-        Ok(match process::mounted(&self.folder(key).join("layer"))? {
+        let folder = self.folder(key);
+        Ok(match process::mounted(&folder.join("layer"), &folder.join("process"))? {
             MountState::Nothing | MountState::Fuse => false,
             MountState::Dead => true,
             MountState::Erofs => !self.is_served(key, &about)?,
@@ -470,7 +471,8 @@ impl Lazy {
         let revive = move || {
             for key in lazy.keys().unwrap_or_default() {
                 process::watch(&lazy.folder(&key).join("process"), lazy.on_end(&key));
-                let is_mounted = process::mounted(&lazy.folder(&key).join("layer"));
+                let folder = lazy.folder(&key);
+                let is_mounted = process::mounted(&folder.join("layer"), &folder.join("process"));
                 if is_mounted.is_ok_and(|mounted| mounted != MountState::Nothing)
                     && let Err(error) = lazy.mount(&key, None)
                 {

@@ -7,6 +7,7 @@ use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -45,37 +46,52 @@ pub enum MountState {
     Erofs,
     /// FUSE, with a running process.
     Fuse,
-    /// FUSE, without a process.
+    /// FUSE, without a process. The next one may be able to resume it.
     Dead,
 }
 
-/// Returns the state of a mount point.
+/// Returns the state of a mount point, whose process a file names. Waits for no process that has ended.
 ///
 /// # Errors
 ///
 /// It cannot be inspected.
-pub fn mounted(at: &Path) -> Result<MountState> {
-    match statx(CWD, at, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE) {
+pub fn mounted(at: &Path, process: &Path) -> Result<MountState> {
+    let found = match statx(CWD, at, CACHED, StatxFlags::MNT_ID) {
         Err(Errno::NOENT) => return Ok(MountState::Nothing),
         Err(Errno::NOTCONN | Errno::CONNABORTED) => return Ok(MountState::Dead),
-        found if !found.doing("inspect", at)?.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) => {
-            return Ok(MountState::Nothing);
-        }
-        _ => {}
+        found => found.doing("inspect", at)?,
+    };
+    if !found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
+        return Ok(MountState::Nothing);
     }
-    if erofs::is_mounted(at)? {
+    if erofs::is_kind_of(found.stx_mnt_id)? {
         return Ok(MountState::Erofs);
     }
-    // Attributes can come from the kernel's cache; this cannot.
-    match statfs(at) {
-        Err(Errno::NOTCONN | Errno::CONNABORTED) => Ok(MountState::Dead),
-        found => found.doing("inspect", at).map(|_| MountState::Fuse),
+    // A request would wait until the next process resumes the connection.
+    if !runs(process) {
+        return Ok(MountState::Dead);
+    }
+    // Attributes can come from the kernel's cache; this cannot. If the process is killed meanwhile, the request waits for the next one.
+    let (sender, answer) = channel();
+    let path = at.to_owned();
+    on_thread(move || {
+        let _ = sender.send(statfs(&path).map(drop));
+    });
+    loop {
+        return match answer.recv_timeout(TICK) {
+            Err(RecvTimeoutError::Timeout) if runs(process) => continue,
+            Err(_) | Ok(Err(Errno::NOTCONN | Errno::CONNABORTED)) => Ok(MountState::Dead),
+            Ok(found) => found.doing("inspect", at).map(|()| MountState::Fuse),
+        };
     }
 }
 
+/// Without a request to a server.
+const CACHED: AtFlags = AtFlags::SYMLINK_NOFOLLOW.union(AtFlags::NO_AUTOMOUNT).union(AtFlags::STATX_DONT_SYNC);
+
 /// Returns the number of the mount that a directory is on.
 fn mount_id(at: &Path) -> Result<u64> {
-    let found = statx(CWD, at, AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT, StatxFlags::MNT_ID);
+    let found = statx(CWD, at, CACHED, StatxFlags::MNT_ID);
     found.doing("inspect", at).map(|found| found.stx_mnt_id)
 }
 
@@ -219,7 +235,7 @@ pub fn mount(
 ) -> Result<()> {
     let program = program(config);
     let failed = |reason: String| Error::Lazy { image: job.from.into(), reason };
-    // It may be mounted already, by a process that has ended.
+    // It may be mounted already, by the kernel for a process that has ended.
     let before = mount_id(job.at)?;
     let mut child = match puller {
         Some(puller) => puller.go()?,
@@ -236,8 +252,11 @@ pub fn mount(
         fs::write(job.process, &named).doing("write to", job.process)?;
         loop {
             let status = child.try_wait().doing("wait for", &program)?;
-            if matches!(mounted(job.at)?, MountState::Erofs | MountState::Fuse) && mount_id(job.at)? != before {
-                return Ok(());
+            match mounted(job.at, job.process)? {
+                // Perhaps that of the last process, which this one has resumed.
+                MountState::Fuse => return Ok(()),
+                MountState::Erofs if mount_id(job.at)? != before => return Ok(()),
+                _ => {}
             }
             if let Some(status) = status {
                 return Err(failed(format!("{} ended with {status}; the log has its reason", program.display())));
@@ -387,7 +406,7 @@ mod tests {
             let error = mount(&config, &job, None, || panic!("it was not mounted")).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("oci:h/a:1"), "{error}");
         }
-        assert_eq!(mounted(at).unwrap(), MountState::Nothing);
+        assert_eq!(mounted(at, &process).unwrap(), MountState::Nothing);
     }
 
     /// As on a full disk: the process could not be found later.

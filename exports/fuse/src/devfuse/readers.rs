@@ -165,6 +165,9 @@ impl Readers {
 
     /// Returns a descriptor for another reader.
     fn channel(&self) -> io::Result<OwnedFd> {
+        if self.connection.outlives_server {
+            return self.connection.device.as_fd().try_clone_to_owned();
+        }
         // Without its own descriptor, a reader uses the first one.
         self.connection.device.channel().or_else(|error| {
             tracing::debug!("a reader shares the first descriptor: {error}");

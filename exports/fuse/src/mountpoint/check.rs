@@ -113,17 +113,23 @@ pub(super) struct Place {
 pub(super) fn prepare(path: &Path, kind: &str, nonempty: bool) -> Result<Place, MountError> {
     // Follows every link without a request to the final mount.
     let path = &path.canonicalize().map_err(|error| reach_error(path, error))?;
-    for _ in 0..DEAD_MAX {
-        if !clear_dead(path, kind)? {
-            break;
-        }
-    }
+    remove_dead(path, kind)?;
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let fd = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| reach_error(path, error.into()))?;
     if !nonempty && !is_empty(&fd).map_err(|error| reach_error(path, error.into()))? {
         return Err(MountError::NotEmpty(path.clone()));
     }
     Ok(Place { path: path.clone(), fd })
+}
+
+/// Unmounts dead mounts of ferry or of this kind.
+pub(super) fn remove_dead(path: &Path, kind: &str) -> Result<(), MountError> {
+    for _ in 0..DEAD_MAX {
+        if !clear_dead(path, kind)? {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// Unmounts a dead mount of ferry or of this kind; returns whether there was one. Other mounts are errors.

@@ -364,6 +364,8 @@ constants! {
     NOTIFY_RETRIEVE: i32 = 5;
     /// `fuse_out_header.error` of a notification: a name was removed.
     NOTIFY_DELETE: i32 = 6;
+    /// `fuse_out_header.error` of a notification: send all requests again that have no reply yet.
+    NOTIFY_RESEND: i32 = 7;
     /// `fuse_out_header.error` of a notification: revalidate all dentries.
     NOTIFY_INC_EPOCH: i32 = 8;
     /// `fuse_out_header.error` of a notification: drop unused inodes.
