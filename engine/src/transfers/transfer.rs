@@ -239,15 +239,20 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
         self.calls += 1;
         let (segments, fd) = (self.left(), self.file.as_fd().as_raw_fd());
         let count = libc::c_int::try_from(segments.len()).unwrap_or(0);
-        let iov = segments.as_ptr().cast();
+        let iov = segments.as_ptr().cast::<libc::iovec>();
         let Ok(offset) = libc::off_t::try_from(self.offset_left()) else {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         };
         let moved = match self.operation {
             // SAFETY: `self.file` keeps the descriptor, the caller the memory; `Segment` has the layout of `iovec`.
             Operation::Read => unsafe { libc::preadv2(fd, iov, count, offset, flags) },
-            // SAFETY: as above.
-            Operation::Write { .. } => unsafe { libc::pwritev2(fd, iov, count, offset, flags) },
+            // Not by the C library: musl's functions write at the offset in a file that is open with O_APPEND, too, from 1.2.6 on.
+            // SAFETY: as above. The upper half of the offset is unused where a register has 64 bits.
+            Operation::Write { .. } => unsafe {
+                let (count, flags) = (libc::c_long::from(count), libc::c_long::from(flags));
+                let written = libc::syscall(libc::SYS_pwritev2, fd, iov, count, offset, 0 as libc::c_long, flags);
+                isize::try_from(written).unwrap_or(-1)
+            },
             // SAFETY: no memory is involved.
             Operation::Fsync { data_only: false } => unsafe { libc::fsync(fd) as isize },
             // SAFETY: no memory is involved.
