@@ -86,10 +86,10 @@ pub enum Error {
     #[error("the control socket: {0}")]
     System(io::Error),
     /// The user of the client has no access.
-    #[error("user {0} has no access")]
+    #[error("user {0} has no access to this server: run ferry as root, or as the user that started it")]
     NoAccess(u32),
     /// The client sent an invalid request.
-    #[error("invalid request: {0}")]
+    #[error("the request is invalid ({0}): use the ferry that this process was started with")]
     InvalidRequest(serde_json::Error),
     /// The client is of another version.
     #[error("the server has version {own} of reports, not {requested}; use the ferry that it was started with")]
@@ -100,7 +100,7 @@ pub enum Error {
         requested: u32,
     },
     /// The index of a share is too large.
-    #[error("there is no share number {0}")]
+    #[error("share number {0} has been removed meanwhile; ferry status shows what is served")]
     NoShare(usize),
     /// The share does not contain the file.
     #[error("cannot find {path} in {share}: {reason}")]
@@ -140,6 +140,9 @@ pub enum Error {
     /// All places for clients are taken.
     #[error("{0} clients are connected already, which is the most; end a ferry log --follow")]
     Busy(usize),
+    /// All places for followers of the log are taken.
+    #[error("{0} clients follow this log already, which is the most; end a ferry log --follow")]
+    TooManyFollowers(usize),
     /// The value of a setting is wrong, or it cannot be changed now. Nothing has changed.
     #[error("{0}")]
     Setting(String),

@@ -25,7 +25,7 @@ use crate::{Error, LOG_LINE_BYTES_MAX};
 
 /// The target of the request log, as a filter directive.
 const REQUESTS: &str = "ferry_engine::requests=info";
-/// The target of the request log, as in its lines.
+/// The `tracing` target of the request log's events.
 const REQUESTS_TARGET: &str = "ferry_engine::requests";
 /// The maximum backlog of a listener in lines; a slower listener misses lines, so that logging never blocks.
 const BACKLOG_LINES: usize = 1024;
@@ -67,12 +67,12 @@ pub struct Logging {
     reload: Arc<dyn Fn(EnvFilter) -> Result<(), Error> + Send + Sync>,
     listeners: Listeners,
     own_requests: Arc<AtomicBool>,
-    started: Arc<str>,
+    default_level: Arc<str>,
 }
 
 impl std::fmt::Debug for Logging {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Logging").field("started", &self.started).finish_non_exhaustive()
+        f.debug_struct("Logging").field("default_level", &self.default_level).finish_non_exhaustive()
     }
 }
 
@@ -101,22 +101,22 @@ impl Logging {
             .without_time();
         tracing_subscriber::registry().with(filter).with(lines).try_init().map_err(Error::Start)?;
         let reload = Arc::new(move |filter| handle.reload(filter).map_err(Error::Reload));
-        Ok(Self { reload, listeners, own_requests, started: level.into() })
+        Ok(Self { reload, listeners, own_requests, default_level: level.into() })
     }
 
     /// Changes the level permanently; later changes for listeners are relative to it.
     ///
     /// # Errors
     /// [`Error::Reload`].
-    pub fn restarted(&self, level: &LogLevel) -> Result<Self, Error> {
+    pub fn with_level(&self, level: &LogLevel) -> Result<Self, Error> {
         self.set(&level.0, false)?;
-        Ok(Self { started: level.as_str().into(), ..self.clone() })
+        Ok(Self { default_level: level.as_str().into(), ..self.clone() })
     }
 
-    /// Returns the level at start.
+    /// Returns the permanent level, which `ferry log default` restores.
     #[must_use]
-    pub fn started(&self) -> &str {
-        &self.started
+    pub fn default_level(&self) -> &str {
+        &self.default_level
     }
 
     /// Changes the level, with the request log or without.
@@ -256,8 +256,8 @@ struct Writer {
     limits: Limits,
 }
 
-/// The rate of each warning and error of the program. Messages that outside input causes are limited, wherever their
-/// source. Messages with a limit per guest or image are exempt.
+/// The rate limits of warnings and errors, one for each line of code that logs, because outside input can trigger them. The lines of a
+/// [`RatelimitedLog`] have their own limit, and pass.
 #[derive(Default)]
 struct Limits(Mutex<HashMap<Identifier, RatelimitedLog>>);
 
@@ -282,7 +282,7 @@ fn printable_line(line: &[u8]) -> (String, String) {
         text = &text[..text.floor_char_boundary(LOG_LINE_BYTES_MAX)];
     }
     let (mut coloured, mut plain) = (String::with_capacity(text.len() + 1), String::with_capacity(text.len() + 1));
-    // The subscriber has escaped those of the message (tracing-subscriber 0.3.20).
+    // tracing-subscriber (0.3.20 and later) escapes ESC in messages, so what is left are its own colours.
     for (at, part) in text.split("\x1b[").enumerate() {
         let colour =
             part.find(|c: char| !c.is_ascii_digit() && c != ';').filter(|end| at > 0 && part[*end..].starts_with('m'));

@@ -79,7 +79,7 @@ impl Control {
         let accepting = socket.listener()?;
         let ended = Arc::new(AtomicBool::new(false));
         let end = Arc::clone(&ended);
-        let own = LogSettings { level: logging.started().to_owned(), requests: None };
+        let own = LogSettings { level: logging.default_level().to_owned(), requests: None };
         let server = Arc::new(Server {
             shares,
             logging,
@@ -103,7 +103,7 @@ impl Control {
 }
 
 fn warn_unreachable(error: &Error) {
-    tracing::warn!("ferry log will not find this process: {error}");
+    tracing::warn!("no control socket, so ferry status, log and set cannot reach this process: {error}");
 }
 
 impl Drop for Control {
@@ -148,7 +148,7 @@ struct Requests {
     /// Their description for users.
     description: String,
     filter: Filter,
-    /// The files description requests are logged, held so that their inode numbers are not reused.
+    /// The files whose requests are logged. They are held so that their inode numbers are not reused.
     held: Vec<Arc<HeldInode>>,
 }
 
@@ -178,7 +178,7 @@ enum LogRequest {
 }
 
 impl Requests {
-    /// Merges two requests. A filter has only one share, so requests of several shares match all shares.
+    /// Merges two filters. A filter names one share at most, so filters of several shares become one that matches all shares.
     fn and(mut self, other: &Self) -> Self {
         let (mine, others) = (&mut self.filter, &other.filter);
         if mine.share != others.share {
@@ -269,7 +269,7 @@ impl Server {
         let peer = nix::sys::socket::getsockopt(client, nix::sys::socket::sockopt::PeerCredentials);
         let peer = peer.map_err(io::Error::from)?.uid();
         if !(self.owner.is_ours)(peer) {
-            return Err(Error::NoAccess(peer));
+            return reply::<Status>(client, Err(Error::NoAccess(peer)));
         }
         let mut line = Vec::new();
         BufReader::new(TimedStream::new(client, TIMEOUT).take(REQUEST_BYTES_MAX)).read_until(b'\n', &mut line)?;
@@ -355,7 +355,7 @@ impl Server {
     /// Interprets the words of `ferry log`.
     fn parse_log_request(&self, level: &str, share: Option<usize>, file: Option<&[u8]>) -> Result<LogRequest, Error> {
         Ok(match level {
-            "default" => LogRequest::Only(self.logging.started().to_owned()),
+            "default" => LogRequest::Only(self.logging.default_level().to_owned()),
             "off" if file.is_some() => LogRequest::NoRequests,
             "off" => LogRequest::Only("off".into()),
             "requests" => LogRequest::Requests(self.requests(share, file)?),
@@ -384,7 +384,7 @@ impl Server {
         let mut state = self.lock();
         if follow {
             if state.followers.len() >= FOLLOWERS_MAX {
-                return Err(Error::Busy(FOLLOWERS_MAX));
+                return Err(Error::TooManyFollowers(FOLLOWERS_MAX));
             }
             state.followers_ever += 1;
             let number = state.followers_ever;

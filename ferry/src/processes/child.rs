@@ -46,7 +46,7 @@ impl Task {
         let Self { unit, socket, inherited, report, new_files } = self;
         let Unit { items, sandbox_flags, metrics, trace, level, .. } = unit;
         let &ChildContext { signals, logging, json } = context;
-        let logging = &level.map_or_else(|| Ok(logging.clone()), |level| logging.restarted(&level))?;
+        let logging = &level.map_or_else(|| Ok(logging.clone()), |level| logging.with_level(&level))?;
         let context = &ChildContext { signals, logging, json };
         let failure = report.clone();
         let outcome = match items {

@@ -132,8 +132,8 @@ impl Transfer {
         }
         let session = self.shared.link.current();
         let held = match self.what {
-            TransferKind::Read => self.inode.is_reading(&session),
-            TransferKind::Write => self.inode.is_writing(&session),
+            TransferKind::Read => self.inode.open_read_fid(&session),
+            TransferKind::Write => self.inode.open_write_fid(&session),
             TransferKind::Sync => self.inode.opened_fid(&session),
         };
         match held.filter(|_| !session.is_broken()) {
@@ -149,14 +149,14 @@ impl Transfer {
         }
     }
 
-    /// Whether it would write over what others have written under a lock that this client has lost.
+    /// Whether this is a write after the client has lost its locks: it could overwrite what another client wrote under them.
     fn is_too_late(&self) -> bool {
         matches!(self.what, TransferKind::Write) && lock(&self.inode.io).lost_locks
     }
 
     fn send(mut self, held: Arc<OwnedFid>) {
         let mut buffer = std::mem::take(&mut self.buffer);
-        // A server that comes back may take less at once; the rest follows.
+        // After a new connection messages may be shorter; the cache sends the rest in further ones.
         buffer.truncate(Shared::message_bytes(held.connection()));
         let (bytes, connection) = (buffer.len(), Arc::clone(held.connection()));
         let request = request(self.what, &held, self.offset, buffer);
@@ -180,10 +180,12 @@ impl Transfer {
         let worker = Arc::clone(&shared);
         let started = std::thread::Builder::new().name("9p-again".into()).spawn(move || begin_again(&worker));
         if let Err(error) = started {
-            tracing::error!("data of a file are lost, because no thread can be started: {error}");
-            // Dropped transfers end with an error.
-            let given_up = std::mem::take(&mut *lock(&shared.waiting));
-            drop(given_up);
+            let dropped = std::mem::take(&mut *lock(&shared.waiting));
+            tracing::error!(
+                "{} transfers of files end with EIO, and unwritten data may be lost: cannot start a thread that waits for the 9P server: {error}; raise the limit of threads (ulimit -u)",
+                dropped.transfers.len()
+            );
+            drop(dropped);
         }
     }
 

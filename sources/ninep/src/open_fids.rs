@@ -187,12 +187,12 @@ impl Inode {
     }
 
     /// Returns the fid for reading, if it is open.
-    pub(crate) fn is_reading(&self, session: &Session) -> Option<Arc<OwnedFid>> {
+    pub(crate) fn open_read_fid(&self, session: &Session) -> Option<Arc<OwnedFid>> {
         lock(&self.io).reading(session)
     }
 
     /// Returns the fid for writing, if it is open.
-    pub(crate) fn is_writing(&self, session: &Session) -> Option<Arc<OwnedFid>> {
+    pub(crate) fn open_write_fid(&self, session: &Session) -> Option<Arc<OwnedFid>> {
         lock(&self.io).writing(session)
     }
 

@@ -1,8 +1,8 @@
 //! The log of messages that the next server must replay.
 //!
-//! A record's key is its place in the replay: features, the log of written pages, the window, memory, rings. Of most
-//! kinds only the last message is recorded. Of the memory, the table and later additions and removals are; a region
-//! that was added and removed leaves no record. The base of a ring is recorded whenever the ring stops.
+//! A record's key is its place in the replay: features, the dirty log, the back-end channel, the window, memory, rings. Of most
+//! messages only the last is kept. Of the memory, the last SET_MEM_TABLE and each later ADD_MEM_REG and REM_MEM_REG are kept; a region
+//! that was added and removed again leaves no record. The base of a ring is recorded whenever the ring stops.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -188,7 +188,7 @@ impl ReplayLog {
         let flags = number(message.first_chunk().unwrap_or(&[0; HEADER_BYTES]), FLAGS_AT) & !NEED_REPLY;
         bytes[FLAGS_AT..FLAGS_AT + 4].copy_from_slice(&flags.to_ne_bytes());
         match request {
-            // Acknowledgements are sent only after GET_FEATURES, whatever was negotiated.
+            // Replayed first: the vhost crate sends acknowledgements only if it has seen GET_FEATURES.
             request::GET_FEATURES => Entry { record: Some((OFFER, bytes)), ..Entry::default() },
             request::SET_FEATURES => Entry { record: Some((FEATURES, bytes)), ..Entry::default() },
             request::SET_PROTOCOL_FEATURES => Entry { record: Some((PROTOCOL_FEATURES, bytes)), ..Entry::default() },
@@ -334,7 +334,7 @@ mod tests {
 
     /// A server that takes over must know the mappings before the regions.
     #[test]
-    fn the_window_is_searched_before_the_memory() {
+    fn the_window_is_replayed_before_the_memory() {
         use request::*;
         let steps: &[(u32, &[u64])] = &[
             (SET_MEM_TABLE, &[1, 2]),

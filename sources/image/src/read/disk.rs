@@ -29,7 +29,7 @@ enum Place {
 }
 
 impl Disk {
-    /// Creates a disk. The default serial number is the beginning of the digest.
+    /// Creates a disk. The default serial number is the digest of the image; exports may cut it off.
     pub fn new(source: Source, serial: Option<String>) -> Self {
         let serial = serial.unwrap_or_else(|| source.image().digest().to_string());
         Self { source, serial }
@@ -66,8 +66,8 @@ impl Disk {
         (Place::Gap, next.unwrap_or(u64::MAX) - offset)
     }
 
-    /// Returns the verified bytes of a range of a pack.
-    fn proved(&self, pack: usize, offset: u64, bytes: u64) -> Result<Extent> {
+    /// Verifies a range of a pack, and returns where it lies.
+    fn verified_extent(&self, pack: usize, offset: u64, bytes: u64) -> Result<Extent> {
         match self.source.objects().range(pack, offset, bytes) {
             Ok(file) => Ok(Extent { file: file.clone(), offset }),
             Err(bad) => {
@@ -105,7 +105,7 @@ impl Contract for Disk {
         if let Place::Pack(pack, offset) = place
             && at.bytes <= in_place
         {
-            return self.proved(pack, offset, at.bytes).map(Data::Extent);
+            return self.verified_extent(pack, offset, at.bytes).map(Data::Extent);
         }
         let (mut offset, mut done) = (at.offset, 0);
         while offset < at.end() {
@@ -116,10 +116,12 @@ impl Contract for Disk {
                 Place::Image(from) => out.put(&self.image().as_bytes()[from..from + bytes]),
                 Place::Gap => out.put(&ZEROS[..bytes]),
                 Place::Pack(pack, from) => {
-                    let file = self.proved(pack, from, count)?.file;
+                    let file = self.verified_extent(pack, from, count)?.file;
                     let mut block = [0; BLOCK_BYTES];
                     read_exact(&file, from, &mut block[..bytes]).map_err(|error| {
-                        self.source.damage_log().error(format_args!("cannot read a pack: {error}"));
+                        self.source.damage_log().error(format_args!(
+                            "cannot read pack {pack} at byte {from}: {error}; its readers get I/O errors"
+                        ));
                         Errno::IO
                     })?;
                     out.put(&block[..bytes])

@@ -26,7 +26,7 @@ pub(super) struct Buffers {
     read: Mutex<Vec<Vec<u8>>>,
 }
 
-/// Free write buffers. There are as many as writes may be in flight, each allocated at its first use.
+/// Free write buffers. There are as many as writes may be in flight, each reserved at the start; the kernel gives it pages at its first use.
 #[derive(Debug)]
 struct Pool {
     free: Mutex<Vec<Vec<u8>>>,

@@ -123,14 +123,14 @@ impl CachedFile {
             flight.pages().for_each(|page| state.pages.fetch_around(page));
         }
         state.pages.around.blocks += u64::from(!around.is_empty());
-        // They were begun last.
+        // `plan` has just appended them.
         let first = state.flights.len() - around.len();
         state.flights[first..].iter_mut().for_each(|flight| flight.around = true);
         flights.extend(around);
     }
 
     /// Plans messages for the missing parts of a range, up to the maximum in flight; also returns how far they reach.
-    /// Read-ahead leaves one message for waiting readers.
+    /// Read-ahead leaves one message free for readers that wait.
     pub(super) fn plan(&self, state: &mut State, range: (u64, u64), ahead: bool) -> (Vec<InFlightMessage>, u64) {
         self.message_bytes();
         let reach = self.reach();
@@ -170,7 +170,7 @@ impl CachedFile {
         (flights, range.1.max(page * PAGE))
     }
 
-    /// Begins the planned messages without the lock, and makes room for their data.
+    /// Releases the lock, sends the planned reads, and then drops pages beyond the limit.
     pub(super) fn begin_reads<'a>(
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, State>,
@@ -227,7 +227,7 @@ impl CachedFile {
         }
         match moved {
             Err(error) => state.failed(flight, error),
-            // This client did not truncate the file, or the read would be stale.
+            // A truncation by this client would have made this read stale, so another client has shortened the file.
             Ok([]) if state.remote_size == remote_size => state.resized_remotely(flight.from),
             Ok(_) => (),
         }
