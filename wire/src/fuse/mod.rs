@@ -27,5 +27,5 @@ pub use ext::{Extensions, Groups, Records, SecurityContexts};
 pub use init::{InitError, InitOptions, InitOutcome, InitRequest, Negotiated, negotiate};
 pub use notify::Notification;
 pub use operation::{LockRequest, Operation, Release};
-pub use reply::{OpenReply, REPLY_HEAD_BYTES_MAX, Reply, Timeouts, encode_error};
+pub use reply::{OpenReply, REPLY_HEAD_BYTES_MAX, Reply, SHORT_HEAD_BYTES_MAX, Timeouts, encode_error};
 pub use request::{DecodeError, IN_HEADER_BYTES, Peek, REQUEST_HEAD_BYTES_MAX, Request, WRITE_HEAD_BYTES, peek};

@@ -11,6 +11,9 @@ use super::abi::{self, InitFlags, InitOut, OpenFlags, OutHeader};
 /// The maximum number of bytes before the payload of a reply: header and the longest fixed structure (STATX).
 pub const REPLY_HEAD_BYTES_MAX: usize = size_of::<OutHeader>() + size_of::<abi::StatxOut>();
 
+/// The same without STATX (the longest is that of CREATE).
+pub const SHORT_HEAD_BYTES_MAX: usize = size_of::<OutHeader>() + size_of::<abi::EntryOut>() + size_of::<abi::OpenOut>();
+
 #[allow(clippy::cast_possible_truncation, reason = "16 bytes")]
 const HEADER_LEN: u32 = size_of::<OutHeader>() as u32;
 
@@ -139,7 +142,7 @@ pub enum Reply<'a> {
 
 /// A reply's head under construction.
 struct Head<'b> {
-    bytes: &'b mut [u8; REPLY_HEAD_BYTES_MAX],
+    bytes: &'b mut [u8],
     len: usize,
 }
 
@@ -152,9 +155,18 @@ impl Head<'_> {
 }
 
 impl Reply<'_> {
+    /// Returns the maximum length of the head in bytes.
+    pub fn head_bytes_max(&self) -> usize {
+        if matches!(self, Self::Statx { .. }) { REPLY_HEAD_BYTES_MAX } else { SHORT_HEAD_BYTES_MAX }
+    }
+
     /// Writes the header and the fixed structure into `head`, and returns the written bytes. The header counts the
     /// payload ([`Self::payload`]); the caller sends it after the head, without a copy.
-    pub fn encode<'b>(&self, unique: u64, session: &Negotiated, head: &'b mut [u8; REPLY_HEAD_BYTES_MAX]) -> &'b [u8] {
+    ///
+    /// # Panics
+    ///
+    /// `head` is shorter than [`Self::head_bytes_max`].
+    pub fn encode<'b>(&self, unique: u64, session: &Negotiated, head: &'b mut [u8]) -> &'b [u8] {
         let mut out = Head { bytes: head, len: size_of::<OutHeader>() };
         self.put(session, &mut out);
         let Head { bytes, len } = out;
