@@ -6,7 +6,8 @@
 //! pool of threads ([`crate::pool`]): the next one would block the queues until the monitor detects it.
 
 use std::io;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -120,8 +121,9 @@ pub(crate) struct Takeover<H: QueueHandler> {
     pub(crate) slow: Arc<SlowRequests>,
     pub(crate) pool: Arc<Pool<H>>,
     port: Arc<Port<H::Message>>,
-    /// The queues, while a handler runs.
-    worker: Mutex<Option<Box<Worker<H>>>>,
+    /// The queues, while a handler runs: a box, or null. Only the owner that the watch names may touch it: a lock for each request
+    /// would cost a twentieth of it.
+    worker: AtomicPtr<Worker<H>>,
     completions: Mutex<Vec<Completion<H>>>,
     /// Starts a thread that takes the queues over from a call.
     start: Box<dyn Fn(CallSnapshot) -> io::Result<()> + Send + Sync>,
@@ -142,21 +144,32 @@ impl<H: QueueHandler> Takeover<H> {
             slow,
             pool,
             port,
-            worker: Mutex::default(),
+            worker: AtomicPtr::default(),
             completions: Mutex::default(),
             start: Box::new(start),
             checks: Mutex::default(),
         }
     }
 
-    /// Leaves the queues here; called by the owner.
-    pub(crate) fn put(&self, worker: Box<Worker<H>>) {
-        *lock(&self.worker) = Some(worker);
+    /// Leaves the queues here; called by the owner, before it enters a handler.
+    pub(crate) fn put(&self, worker: Box<Worker<H>>)
+    where
+        // Another thread may take them.
+        Worker<H>: Send,
+    {
+        self.worker.store(Box::into_raw(worker), Ordering::Relaxed);
     }
 
-    /// Takes the queues back; called by the owner.
-    pub(crate) fn take(&self) -> Option<Box<Worker<H>>> {
-        lock(&self.worker).take()
+    /// Takes the queues.
+    ///
+    /// # Safety
+    ///
+    /// The caller owns the queues: [`Watch::leave`] or [`Watch::take`] has just said so, which also orders this after [`Self::put`].
+    pub(crate) unsafe fn take(&self) -> Option<Box<Worker<H>>> {
+        let worker = self.worker.load(Ordering::Relaxed);
+        self.worker.store(null_mut(), Ordering::Relaxed);
+        // SAFETY: a pointer that is not null is of a box that `put` left, and no other thread takes it: the caller is the one owner.
+        (!worker.is_null()).then(|| unsafe { Box::from_raw(worker) })
     }
 
     /// Hands a completion over to the owner and wakes it.
@@ -168,6 +181,13 @@ impl<H: QueueHandler> Takeover<H> {
     /// Removes and returns the completions.
     pub(crate) fn completions(&self) -> Vec<Completion<H>> {
         std::mem::take(&mut *lock(&self.completions))
+    }
+}
+
+impl<H: QueueHandler> Drop for Takeover<H> {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has this place any more. Queues are here only if a handler panicked in a way that nothing catches.
+        drop(unsafe { self.take() });
     }
 }
 

@@ -255,7 +255,8 @@ impl<H: QueueHandler> Worker<H> {
         takeover.monitor_handle.ring();
         let outcome = call(handler, transfers);
         if takeover.watch.leave(owner) {
-            return (takeover.take(), outcome);
+            // SAFETY: this thread owns the queues.
+            return (unsafe { takeover.take() }, outcome);
         }
         takeover.slow.served_elsewhere(None);
         (None, outcome)

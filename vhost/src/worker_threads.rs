@@ -120,7 +120,8 @@ impl<D: Device> WorkerThreads<D> {
             return;
         };
         context.own(owner);
-        if let Some(worker) = takeover.take() {
+        // SAFETY: this thread owns the queues since it took them from the watch.
+        if let Some(worker) = unsafe { takeover.take() } {
             tracing::debug!("{}: a request is blocked, another thread takes over", self.options().name);
             serve(worker, context, Some(&takeover));
         }
