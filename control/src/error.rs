@@ -89,7 +89,7 @@ pub enum Error {
     #[error("user {0} has no access to this server: run ferry as root, or as the user that started it")]
     NoAccess(u32),
     /// The client sent an invalid request.
-    #[error("the request is invalid ({0}): use the ferry that this process was started with")]
+    #[error("invalid request: {0}; use the ferry that this process was started with")]
     InvalidRequest(serde_json::Error),
     /// The client is of another version.
     #[error("the server has version {own} of reports, not {requested}; use the ferry that it was started with")]
