@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use ferry_engine::{PollLimit, RateLimiter};
 use ferry_fs::ShutdownHandle;
 use ferry_fuse::MountOptions;
-use ferry_vfs::{FileSystem, IdentityScope};
+use ferry_vfs::{ByNumber, Features, FileSystem, IdentityScope};
 use ferry_virtiofs::SessionStore;
 
 use crate::flags::{Acl, Cache, Carrier, DaxFiles, Kind, MigrationMode, OnMigrationError, Passthrough, Share, Window};
@@ -75,7 +75,7 @@ impl RunningExports {
         source: Arc<dyn FileSystem>,
         options: ferry_fuse::Options,
     ) -> Result<Arc<ferry_fuse::Export>> {
-        let restart_time = restart_time();
+        let restart_time = restart_time(source.features());
         let (waiting, resumed) = restart_time.and_then(|_| WaitingGuardians::find(mountpoint)).unzip();
         let options =
             ferry_fuse::Options { outlives_server: restart_time.is_some(), resumed: resumed.map(Arc::new), ..options };
@@ -207,9 +207,11 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
 /// The environment variable with the seconds for which clients of a mount wait for its next server if this one is killed.
 pub const RESTART_TIME: &str = "FERRY_MOUNT_RESTART_TIME";
 
-fn restart_time() -> Option<Duration> {
+/// Of sources that the next server finds unchanged, without anything that clients have open.
+fn restart_time(features: Features) -> Option<Duration> {
     let seconds = std::env::var(RESTART_TIME).ok()?.parse().ok()?;
-    (seconds > 0).then(|| Duration::from_secs(seconds))
+    let is_same = features.read_only && features.by_number == ByNumber::Any;
+    (is_same && seconds > 0).then(|| Duration::from_secs(seconds))
 }
 
 /// Returns the options of a share's mount. `log_name` is its name in the log, `words` are those of `-o`, and `shared` tells

@@ -9,6 +9,9 @@
 //! signal (`PR_SET_PDEATHSIG`) when the thread that started the guardian exits. That thread does nothing else, so nothing can
 //! block it.
 //!
+//! Where a next server is expected, the guardian also holds the connection itself, and aborts it only if that server does not come
+//! ([`WaitingGuardians`]).
+//!
 //! The kernel's mount of an incomplete image has a guardian as well: without a process that responds to its events, readers would
 //! see holes as zeros ([`crate::image::watch`]).
 
@@ -248,6 +251,15 @@ impl WaitingGuardians {
     }
 }
 
+/// Whether a process is in the namespaces of this one. Processes of containers, which may have any name, are not.
+fn is_of_this_host(pid: Pid) -> bool {
+    ["mnt", "pid", "user"].iter().all(|name| {
+        let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/{name}")).ok();
+        let own = namespace("self");
+        own.is_some() && namespace(&pid.as_raw_nonzero().to_string()) == own
+    })
+}
+
 /// The arguments of a guardian that would wait for the next server.
 #[derive(PartialEq, Eq)]
 struct WaitingTask {
@@ -268,7 +280,7 @@ impl WaitingTask {
         }
         let process = pidfd_open(pid, PidfdFlags::empty()).ok()?;
         // The number may have been used again before there was a descriptor.
-        Self::of(pid).filter(|again| *again == task)?;
+        Self::of(pid).filter(|again| *again == task && is_of_this_host(pid))?;
         Some((process, task))
     }
 
@@ -351,7 +363,51 @@ fn catch() -> io::Result<Signals> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
     use super::*;
+
+    /// A container can give its processes any name and arguments, and must not get a connection of the host resumed as its own.
+    #[test]
+    fn only_processes_of_this_host_are_taken_for_guardians() {
+        if !rustix::process::geteuid().is_root() {
+            return ferry_skip::skip!("needs root, for a namespace of mounts");
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        std::os::unix::fs::symlink("/bin/cat", at(NAME)).expect("a link");
+        // It never gets a writer, so whoever reads it waits.
+        let fifo = Mode::RUSR | Mode::WUSR;
+        mknodat(CWD, at("fifo"), FileType::Fifo, fifo, 0).expect("a pipe");
+        let forge = |words: &[&str], mountpoint: &str| {
+            let (name, rest) = words.split_first().expect("a program");
+            let mut command = Command::new(name);
+            command
+                .args(rest)
+                .arg(at("fifo"))
+                .args([CONNECTION, mountpoint, "30", "7", "00ff"])
+                .env("PATH", folder.path());
+            command.stdin(Stdio::null()).spawn().expect("it starts")
+        };
+        let own = forge(&[NAME], "/own");
+        let foreign = forge(&["/usr/bin/unshare", "-m", NAME], "/foreign");
+        let is_so = |mountpoint: &str, child: &Child| {
+            let pid = Pid::from_child(child);
+            let end = Instant::now() + Duration::from_secs(10);
+            while WaitingTask::of(pid).is_none() {
+                assert!(Instant::now() < end, "it is not there");
+                std::thread::sleep(EXIT_TICK);
+            }
+            WaitingGuardians::find(Path::new(mountpoint)).map(|(_, found)| (found.connection, found.init))
+        };
+        let found = [is_so("/own", &own), is_so("/foreign", &foreign), is_so("/none", &own)];
+        for mut child in [own, foreign] {
+            end(&mut child);
+        }
+        assert_eq!(found, [Some((7, b"\x00\xff".to_vec())), None, None]);
+    }
 
     #[test]
     fn ended_threads_are_known() {
@@ -359,6 +415,7 @@ mod tests {
         assert!(!is_exiting(&fs::read(own_stat).expect("a thread")));
         assert!(is_exiting(b"4297 (a) b) c) Z 2197 2193 31546 0 -1 4228364 581 0"));
         assert!(!is_exiting(b"4297 (a) b) c) S 2197 2193 31546 0 -1 4228360 581 0"));
+        assert!(is_of_this_host(rustix::process::getpid()));
         assert_eq!(unhex(hex(b"\x00\x7f\xff").as_bytes()).expect("hex"), b"\x00\x7f\xff");
         assert!([&b"0"[..], b"xx", b"+1", b"\xff\xff"].iter().all(|text| unhex(text).is_none()));
         for nonsense in [&b""[..], b"1 (a) S 1", b"1 (a) S 1 1 1 1 1 x", b"\xff"] {

@@ -83,7 +83,7 @@ fn followers_leave_places_for_questions() {
         child.kill().unwrap();
         String::from_utf8(child.wait_with_output().unwrap().stderr).unwrap()
     };
-    until("one more is refused", || refusal().contains("12 clients are connected already"));
+    until("one more is refused", || refusal().contains("12 clients follow this log already"));
     for _ in 0..4 {
         assert_eq!(status_of(&socket, &[]).0, "debug");
         let status = run(ferry().arg("status").arg(&socket));
