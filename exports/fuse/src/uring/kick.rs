@@ -13,7 +13,8 @@ use std::sync::atomic::Ordering;
 
 use ferry_vfs::Errno;
 use ferry_wire::fuse::abi::{NotifyRetrieveOut, OutHeader};
-use rustix::fs::{AtFlags, StatxFlags};
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+use rustix::mount::{OpenTreeFlags, open_tree};
 use zerocopy::IntoBytes;
 
 use super::queue::Queue;
@@ -65,10 +66,74 @@ pub(super) fn kick_by_stat(queue: &Arc<Queue>, times: usize) {
     }
 }
 
-/// Whatever is mounted there now is asked; if it is not ours, or we may not, then in vain.
+/// Whatever is mounted there now is asked; if it is not ours, or we may not, then in vain. Root asks by a copy of the mount: a path
+/// would keep the mount itself busy until the reply, and `umount` would fail.
 fn look_at(mountpoint: &Path) {
     let flags = AtFlags::STATX_FORCE_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-    if let Err(error) = rustix::fs::statx(rustix::fs::CWD, mountpoint, flags, StatxFlags::BASIC_STATS) {
+    let copies = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_SYMLINK_NOFOLLOW;
+    let asked = match open_tree(CWD, mountpoint, copies | OpenTreeFlags::AT_NO_AUTOMOUNT) {
+        Ok(copy) => statx(&copy, "", flags | AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS),
+        Err(_) => statx(CWD, mountpoint, flags, StatxFlags::BASIC_STATS),
+    };
+    if let Err(error) = asked {
         tracing::debug!("the root of the mount cannot be asked for: {error}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::AtomicBool;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::time::Duration;
+
+    use ferry_vfs::sync::lock;
+    use ferry_vfs::{Attr, Caller, FileSystem, FileType, Handle, Ino, Result};
+    use rustix::mount::{UnmountFlags, unmount};
+
+    use super::*;
+    use crate::{Cache, Export, Options, Path as RequestPath};
+
+    const SOON: Duration = Duration::from_secs(10);
+
+    /// The root only. Once `waits` is set, its attributes are there when `go` says so.
+    struct SlowRoot {
+        waits: AtomicBool,
+        asked: Sender<()>,
+        go: Mutex<Receiver<()>>,
+    }
+
+    impl FileSystem for SlowRoot {
+        fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+            if self.waits.load(Ordering::Relaxed) {
+                self.asked.send(()).expect("the test waits for it");
+                lock(&self.go).recv_timeout(SOON).expect("the test lets it go on");
+            }
+            let mode = FileType::Directory.as_raw_mode() | 0o755;
+            Ok(Attr { ino: ino.0, mode, nlink: 1, ..Attr::default() })
+        }
+    }
+
+    /// `umount` right after a mount, on a machine with much to do.
+    #[test]
+    fn a_mount_whose_root_is_asked_can_be_unmounted() {
+        if !rustix::process::geteuid().is_root() {
+            return ferry_skip::skip!("needs root, to copy a mount");
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let ((asked, is_asked), (go, wait)) = (channel(), channel());
+        let source = Arc::new(SlowRoot { waits: AtomicBool::new(false), asked, go: Mutex::new(wait) });
+        let options = Options { path: RequestPath::Devfuse, cache: Cache::None, ..Options::default() };
+        let export =
+            Export::mount(folder.path(), Arc::clone(&source) as Arc<dyn FileSystem>, options).expect("mounted");
+        source.waits.store(true, Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            scope.spawn(|| look_at(folder.path()));
+            is_asked.recv_timeout(SOON).expect("the root is asked for");
+            let outcome = unmount(folder.path(), UnmountFlags::NOFOLLOW);
+            go.send(()).expect("it waits");
+            assert_eq!(outcome, Ok(()));
+        });
+        export.wait();
     }
 }
