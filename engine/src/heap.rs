@@ -34,7 +34,7 @@ unsafe extern "C" fn unmap_code(info: *mut libc::dl_phdr_info, _: usize, _: *mut
         let start = base.wrapping_add(header.p_vaddr as usize);
         let aligned = start / page * page;
         // SAFETY: this is a private mapping of a file that nobody has written or can write, so each page has the bytes of the
-        // file again when it is next used. A mapping of another kind, such as the kernel's own, is refused.
+        // file again when it is next used. The kernel's own object (vDSO) has the same pages again, or refuses.
         unsafe {
             libc::madvise(aligned as *mut c_void, start - aligned + header.p_memsz as usize, libc::MADV_DONTNEED)
         };
