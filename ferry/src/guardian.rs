@@ -166,6 +166,9 @@ fn begin(mut command: Command) -> Result<Child> {
 /// Longer than any error.
 const TEXT_BYTES_MAX: u64 = 4096;
 
+/// Longer than the arguments of any guardian with a connection; those of other processes may have megabytes.
+const LINE_BYTES_MAX: u64 = 16 << 10;
+
 fn end(child: &mut Child) {
     if let Err(error) = child.kill().and_then(|()| child.wait()) {
         tracing::debug!("cannot end the guardian of a mount: {error}");
@@ -298,7 +301,9 @@ impl WaitingTask {
     }
 
     fn of(pid: Pid) -> Option<Self> {
-        let line = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero())).ok()?;
+        let mut line = Vec::new();
+        let file = File::open(format!("/proc/{}/cmdline", pid.as_raw_nonzero())).ok()?;
+        file.take(LINE_BYTES_MAX).read_to_end(&mut line).ok()?;
         let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
         let [name, keeper, CONNECTION_WORD, mountpoint, _, connection, init, ..] = words[..] else { return None };
         let path = |word| PathBuf::from(OsStr::from_bytes(word));

@@ -52,12 +52,12 @@ pub fn is_mounted(at: &Path) -> Result<bool> {
     Ok(is_mount_point(at)? && is_erofs())
 }
 
-/// Whether the mount with this number is of this kind, without a request to a server.
+/// Whether the mount with this number is one of EROFS, without a request to a server.
 ///
 /// # Errors
 ///
 /// The table of mounts cannot be read.
-pub fn is_kind_of(mount: u64) -> Result<bool> {
+pub fn is_erofs(mount: u64) -> Result<bool> {
     const TABLE: &str = "/proc/self/mountinfo";
     let table = fs::read(TABLE).doing("read", Path::new(TABLE))?;
     let number = format!("{mount} ");

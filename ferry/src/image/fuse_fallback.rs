@@ -11,7 +11,6 @@ use clap::builder::PossibleValue;
 use ferry_control::Logging;
 use ferry_fuse::Mountpoint;
 use ferry_image::{Image, Objects};
-
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
 use super::lazy;

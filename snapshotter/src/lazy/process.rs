@@ -64,7 +64,7 @@ pub fn mounted(at: &Path, process: &Path) -> Result<MountState> {
     if !found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
         return Ok(MountState::Nothing);
     }
-    if erofs::is_kind_of(found.stx_mnt_id)? {
+    if erofs::is_erofs(found.stx_mnt_id)? {
         return Ok(MountState::Erofs);
     }
     // A request would wait until the next process resumes the connection.
