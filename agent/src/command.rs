@@ -165,14 +165,14 @@ mod tests {
 
     #[test]
     fn an_unmounted_directory_is_an_error() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let directory = tempfile::tempdir().expect("a directory");
         let place =
             |path: PathBuf| Place { path, waits: false, shutdown: Arc::new(Shutdown::new().expect("a descriptor")) };
-        let error = place(folder.path().join("none\n")).serve(&mut || ()).expect_err("no such path");
+        let error = place(directory.path().join("none\n")).serve(&mut || ()).expect_err("no such path");
         assert!(error.is_missing() && !error.is_misuse());
         assert!(text(&error).ends_with("none?: No such file or directory (os error 2)"), "{}", text(&error));
         if rustix::process::geteuid().is_root() {
-            let error = place(folder.path().into()).serve(&mut || ()).expect_err("nothing mounted");
+            let error = place(directory.path().into()).serve(&mut || ()).expect_err("nothing mounted");
             assert!(matches!(error, AgentError::NotMounted { .. }), "{error:?}");
             let error = place("/proc".into()).serve(&mut || ()).expect_err("another file system");
             assert!(matches!(error, AgentError::NoEvents { .. }) && error.is_misuse(), "{error:?}");
@@ -181,9 +181,9 @@ mod tests {
 
     #[test]
     fn a_waiting_agent_is_ready_and_ends_on_a_signal() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let directory = tempfile::tempdir().expect("a directory");
         let shutdown = Arc::new(Shutdown::new().expect("a descriptor"));
-        let place = Place { path: folder.path().join("later"), waits: true, shutdown: Arc::clone(&shutdown) };
+        let place = Place { path: directory.path().join("later"), waits: true, shutdown: Arc::clone(&shutdown) };
         let (ready, is_ready) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || place.serve(&mut || ready.send(()).expect("a receiver")).is_ok());
         is_ready.recv().expect("ready");

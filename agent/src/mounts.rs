@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mounts_differ_from_each_other_and_from_folders() {
+    fn mounts_differ_from_each_other_and_from_directories() {
         let (proc, root) = (Path::new("/proc"), Path::new("/"));
         let file = File::open(proc).expect("/proc is mounted");
         assert_eq!(MountId::of(file.as_fd()), MountId::at(proc));

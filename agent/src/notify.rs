@@ -67,8 +67,8 @@ mod tests {
 
     #[test]
     fn the_last_mount_notifies() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("notify");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("notify");
         let manager = UnixDatagram::bind(&path).expect("a socket");
         manager.set_nonblocking(true).expect("a socket");
         let socket = connect(path.as_os_str().as_bytes()).expect("connected");

@@ -36,15 +36,15 @@ pub enum Error {
         reason: io::Error,
     },
     /// The socket directory cannot be created.
-    #[error("cannot create the folder {}: {reason}", folder.display())]
-    Folder {
+    #[error("cannot create the directory {}: {reason}", directory.display())]
+    Directory {
         /// Its path.
-        folder: PathBuf,
+        directory: PathBuf,
         /// The error of the system.
         reason: io::Error,
     },
     /// Other users have access to the socket directory.
-    #[error("{} is not a private folder of this user; remove it", .0.display())]
+    #[error("{} is not a private directory of this user; remove it", .0.display())]
     NotPrivate(PathBuf),
     /// Another process listens on the socket.
     #[error("the listener on {} is not process {pid} of user {owner}", path.display())]

@@ -30,7 +30,7 @@ pub enum ManagerRequest {
         /// `share` or `disk`, and the rest of its command line.
         words: Vec<FileName>,
         /// The base of relative paths.
-        folder: FileName,
+        directory: FileName,
     },
     /// Ends the server of a share or disk.
     Remove {
@@ -96,11 +96,11 @@ impl ManagerSocket {
     /// Creates the socket of this process.
     ///
     /// # Errors
-    /// The folder of this user's servers cannot be used.
+    /// The directory of this user's servers cannot be used.
     pub fn bind() -> Result<Self, Error> {
-        let folder = socket_dir::own()?;
-        socket_dir::remove_dead(&folder);
-        let socket = Socket::bind(&folder.join(socket_dir::manager_name(std::process::id())))?;
+        let directory = socket_dir::own()?;
+        socket_dir::remove_dead(&directory);
+        let socket = Socket::bind(&directory.join(socket_dir::manager_name(std::process::id())))?;
         let listener = socket.listener()?;
         listener.set_nonblocking(true)?;
         Ok(Self { socket, listener, clients: Vec::new() })
@@ -124,11 +124,11 @@ impl ManagerSocket {
         ends.min().map(|end| end.saturating_duration_since(Instant::now()))
     }
 
-    /// Accepts clients and reads their input; returns the complete requests. `is_ours` returns whether a user has access.
-    pub fn requests(&mut self, is_ours: fn(u32) -> bool) -> Vec<(ManagerRequest, ManagerClient)> {
+    /// Accepts clients and reads their input; returns the complete requests. `may_access` returns whether a user has access.
+    pub fn requests(&mut self, may_access: fn(u32) -> bool) -> Vec<(ManagerRequest, ManagerClient)> {
         while self.clients.len() < CLIENTS_MAX {
             let Ok((stream, _)) = self.listener.accept() else { break };
-            match admitted(&stream, is_ours) {
+            match admitted(&stream, may_access) {
                 Ok(()) => self.clients.push(Incomplete { stream, bytes: Vec::new(), end: Instant::now() + TIMEOUT }),
                 Err(error) => ManagerClient(stream).reply(Err(error.to_string())),
             }
@@ -146,12 +146,12 @@ impl ManagerSocket {
 }
 
 /// Checks that a client has access; makes its socket nonblocking.
-fn admitted(stream: &UnixStream, is_ours: fn(u32) -> bool) -> Result<(), Error> {
+fn admitted(stream: &UnixStream, may_access: fn(u32) -> bool) -> Result<(), Error> {
     stream.set_nonblocking(true)?;
     // The peer's process may have no id in this namespace, which rustix does not allow for.
     let peer = nix::sys::socket::getsockopt(stream, nix::sys::socket::sockopt::PeerCredentials);
     let peer = peer.map_err(io::Error::from)?.uid();
-    if is_ours(peer) { Ok(()) } else { Err(Error::NoAccess(peer)) }
+    if may_access(peer) { Ok(()) } else { Err(Error::NoAccess(peer)) }
 }
 
 impl Incomplete {
@@ -187,24 +187,24 @@ mod tests {
         [
             ManagerRequest::Add {
                 words: vec![FileName(b"share".to_vec()), FileName(vec![0xff, b'/'])],
-                folder: FileName(b"/srv".to_vec()),
+                directory: FileName(b"/srv".to_vec()),
             },
             ManagerRequest::Remove { pid: 7, share: None, force: true },
             ManagerRequest::Reload { force: false },
         ]
     }
 
-    /// A socket in a folder of its own, and the folder.
+    /// A socket in a directory of its own, and the directory.
     fn socket() -> (ManagerSocket, tempfile::TempDir) {
-        let folder = tempfile::tempdir().expect("a folder");
-        let socket = Socket::bind(&folder.path().join("s")).expect("a free path");
+        let directory = tempfile::tempdir().expect("a directory");
+        let socket = Socket::bind(&directory.path().join("s")).expect("a free path");
         let listener = socket.listener().expect("a descriptor");
         listener.set_nonblocking(true).expect("a socket");
-        (ManagerSocket { socket, listener, clients: Vec::new() }, folder)
+        (ManagerSocket { socket, listener, clients: Vec::new() }, directory)
     }
 
-    fn connect(folder: &tempfile::TempDir) -> UnixStream {
-        UnixStream::connect(folder.path().join("s")).expect("it listens")
+    fn connect(directory: &tempfile::TempDir) -> UnixStream {
+        UnixStream::connect(directory.path().join("s")).expect("it listens")
     }
 
     fn answer(client: UnixStream) -> String {
@@ -219,8 +219,8 @@ mod tests {
         for request in requests() {
             let line = serde_json::to_vec(&request).expect("it is text");
             assert_eq!(parse(&line).as_ref(), Ok(&request));
-            let (mut manager, folder) = socket();
-            let mut client = connect(&folder);
+            let (mut manager, directory) = socket();
+            let mut client = connect(&directory);
             for byte in &line {
                 assert!(manager.requests(|_| true).is_empty());
                 client.write_all(&[*byte]).expect("it reads");
@@ -237,17 +237,17 @@ mod tests {
 
     #[test]
     fn invalid_requests_and_other_users_are_refused_without_delay() {
-        let (mut manager, folder) = socket();
+        let (mut manager, directory) = socket();
         let endless = vec![b'x'; 4 * REQUEST_BYTES_MAX];
         for bytes in
             [&b"{\n"[..], b"\xff\xff\n", b"{\"do\":\"reload\"}\n", b"{\"do\":\"sail\",\"force\":true}\n", b"\n"]
         {
-            let mut client = connect(&folder);
+            let mut client = connect(&directory);
             client.write_all(bytes).expect("it reads");
             assert!(manager.requests(|_| true).is_empty());
             assert!(answer(client).starts_with("{\"error\":\"invalid request"), "{bytes:?}");
         }
-        let client = connect(&folder);
+        let client = connect(&directory);
         let mut sender = client.try_clone().expect("a descriptor");
         let sends = std::thread::spawn(move || sender.write_all(&endless));
         while !sends.is_finished() {
@@ -255,19 +255,19 @@ mod tests {
         }
         assert!(answer(client).starts_with("{\"error\":\"invalid request"));
         sends.join().expect("it ends").expect_err("the manager has left it");
-        let mut client = connect(&folder);
+        let mut client = connect(&directory);
         client.write_all(b"{\"do\":\"reload\",\"force\":true}\n").expect("it reads");
         drop(client);
         assert!(manager.requests(|_| true).pop().is_some_and(|(_, client)| client.has_gone()));
-        let client = connect(&folder);
+        let client = connect(&directory);
         assert!(manager.requests(|_| false).is_empty());
         assert!(answer(client).contains("has no access"));
         // Silent clients occupy places until their timeout; others wait.
-        let silent: Vec<_> = (0..CLIENTS_MAX).map(|_| connect(&folder)).collect();
+        let silent: Vec<_> = (0..CLIENTS_MAX).map(|_| connect(&directory)).collect();
         manager.requests(|_| true);
         assert_eq!(manager.descriptors().count(), CLIENTS_MAX);
         drop(silent);
-        let mut client = connect(&folder);
+        let mut client = connect(&directory);
         client.write_all(b"{\"do\":\"reload\",\"force\":true}\n").expect("it waits");
         manager.requests(|_| true);
         assert_eq!(manager.requests(|_| true).len(), 1);

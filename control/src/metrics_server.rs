@@ -82,10 +82,10 @@ impl fmt::Display for MetricsAddress {
 }
 
 impl MetricsAddress {
-    /// Makes a path relative to a folder.
-    pub fn resolve(&mut self, folder: &Path) {
+    /// Makes a path relative to a directory.
+    pub fn resolve(&mut self, directory: &Path) {
         if let Self::Unix(path) = self {
-            *path = folder.join(&path);
+            *path = directory.join(&path);
         }
     }
 }

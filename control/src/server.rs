@@ -45,14 +45,14 @@ pub struct Owner {
     /// The process id as its clients see it.
     pub pid: fn() -> u32,
     /// Returns whether a user has access.
-    pub is_ours: fn(u32) -> bool,
+    pub may_access: fn(u32) -> bool,
 }
 
 /// The owner is this process; root and its own user have access.
 impl Default for Owner {
     fn default() -> Self {
-        let is_ours = |peer| peer == 0 || peer == rustix::process::geteuid().as_raw();
-        Self { pid: std::process::id, is_ours }
+        let may_access = |peer| peer == 0 || peer == rustix::process::geteuid().as_raw();
+        Self { pid: std::process::id, may_access }
     }
 }
 
@@ -61,9 +61,9 @@ impl Control {
     #[must_use]
     pub fn bind() -> Option<Socket> {
         let bind = || {
-            let folder = socket_dir::own()?;
-            socket_dir::remove_dead(&folder);
-            Ok(Socket::bind(&folder.join(std::process::id().to_string()))?)
+            let directory = socket_dir::own()?;
+            socket_dir::remove_dead(&directory);
+            Ok(Socket::bind(&directory.join(std::process::id().to_string()))?)
         };
         bind().map_err(|error| warn_unreachable(&error)).ok()
     }
@@ -268,7 +268,7 @@ impl Server {
         // The peer's process may have no id in this namespace, which rustix does not allow for.
         let peer = nix::sys::socket::getsockopt(client, nix::sys::socket::sockopt::PeerCredentials);
         let peer = peer.map_err(io::Error::from)?.uid();
-        if !(self.owner.is_ours)(peer) {
+        if !(self.owner.may_access)(peer) {
             return reply::<Status>(client, Err(Error::NoAccess(peer)));
         }
         let mut line = Vec::new();

@@ -30,33 +30,34 @@ pub(crate) fn manager_name(pid: u32) -> String {
 /// Returns the directory of this user's servers; creates it if necessary.
 pub(crate) fn own() -> Result<PathBuf, Error> {
     let uid = rustix::process::geteuid().as_raw();
-    let runtime = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| Path::new(folder).is_absolute());
-    let folder = match runtime {
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").filter(|directory| Path::new(directory).is_absolute());
+    let directory = match runtime {
         _ if uid == 0 => ROOT_DIR.into(),
         Some(runtime) => Path::new(&runtime).join("ferry"),
         None => format!("/tmp/ferry-{uid}").into(),
     };
-    let created = fs::DirBuilder::new().recursive(uid == 0).mode(MODE).create(&folder);
+    let created = fs::DirBuilder::new().recursive(uid == 0).mode(MODE).create(&directory);
     if let Err(error) = created.or_else(|error| match error.kind() {
         std::io::ErrorKind::AlreadyExists => Ok(()),
         _ => Err(error),
     }) {
-        return Err(Error::Folder { folder, reason: error });
+        return Err(Error::Directory { directory, reason: error });
     }
-    check(&folder, uid)?;
-    Ok(folder)
+    check(&directory, uid)?;
+    Ok(directory)
 }
 
 /// Checks that only this user has access: any user could have created the directory in `/tmp` before.
-fn check(folder: &Path, uid: u32) -> Result<(), Error> {
-    let found = fs::symlink_metadata(folder).map_err(|reason| Error::Folder { folder: folder.into(), reason })?;
+fn check(directory: &Path, uid: u32) -> Result<(), Error> {
+    let found =
+        fs::symlink_metadata(directory).map_err(|reason| Error::Directory { directory: directory.into(), reason })?;
     let private = found.is_dir() && found.uid() == uid && found.mode() & 0o077 == 0;
-    if private { Ok(()) } else { Err(Error::NotPrivate(folder.into())) }
+    if private { Ok(()) } else { Err(Error::NotPrivate(directory.into())) }
 }
 
 /// Removes the sockets of killed servers.
-pub(crate) fn remove_dead(folder: &Path) {
-    for path in entries(folder) {
+pub(crate) fn remove_dead(directory: &Path) {
+    for path in entries(directory) {
         let is_socket = fs::symlink_metadata(&path).is_ok_and(|found| found.file_type().is_socket());
         let name = path.file_name().and_then(|name| name.to_str());
         let pid = name.and_then(|name| name.strip_suffix(MANAGER).unwrap_or(name).parse().ok());
@@ -152,19 +153,19 @@ pub fn managers() -> Vec<Endpoint> {
 
 /// Returns the sockets whose names end so.
 fn endpoints(suffix: &str) -> Vec<Endpoint> {
-    let mut folders: Vec<PathBuf> = own().into_iter().collect();
+    let mut directories: Vec<PathBuf> = own().into_iter().collect();
     if rustix::process::geteuid().is_root() {
-        folders.extend(entries(Path::new(USERS_DIR)).into_iter().map(|user| user.join("ferry")));
-        folders.extend(
+        directories.extend(entries(Path::new(USERS_DIR)).into_iter().map(|user| user.join("ferry")));
+        directories.extend(
             entries(Path::new("/tmp"))
                 .into_iter()
                 .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("ferry-"))),
         );
     }
-    folders.sort();
-    folders.dedup();
-    let owned = folders.iter().filter_map(|folder| Some((private_owner(folder)?, folder)));
-    let paths = owned.flat_map(|(owner, folder)| entries(folder).into_iter().map(move |path| (owner, path)));
+    directories.sort();
+    directories.dedup();
+    let owned = directories.iter().filter_map(|directory| Some((private_owner(directory)?, directory)));
+    let paths = owned.flat_map(|(owner, directory)| entries(directory).into_iter().map(move |path| (owner, path)));
     paths
         .filter(|(_, path)| fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()))
         .filter_map(|(owner, path)| {
@@ -175,13 +176,13 @@ fn endpoints(suffix: &str) -> Vec<Endpoint> {
 }
 
 /// Returns the owner of a directory if only the owner has access.
-fn private_owner(folder: &Path) -> Option<u32> {
-    let owner = fs::symlink_metadata(folder).ok()?.uid();
-    check(folder, owner).ok().map(|()| owner)
+fn private_owner(directory: &Path) -> Option<u32> {
+    let owner = fs::symlink_metadata(directory).ok()?.uid();
+    check(directory, owner).ok().map(|()| owner)
 }
 
-fn entries(folder: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+fn entries(directory: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
     entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
 }
 
@@ -192,9 +193,9 @@ mod tests {
 
     #[test]
     fn a_client_connects_only_to_the_process_named_by_the_path() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let directory = tempfile::tempdir().expect("a directory");
         let (pid, owner) = (std::process::id(), rustix::process::geteuid().as_raw());
-        let at = |name: &str| folder.path().join(name);
+        let at = |name: &str| directory.path().join(name);
         let _listener = std::os::unix::net::UnixListener::bind(at("s")).expect("a free path");
         std::os::unix::fs::symlink(at("s"), at("link")).expect("a link");
         fs::write(at("file"), "").expect("a file");
@@ -209,8 +210,8 @@ mod tests {
     /// A stopped server, as by Ctrl-Z or a debugger, must not block the start and listing of others.
     #[test]
     fn a_server_that_accepts_no_connections_does_not_block() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join(std::process::id().to_string());
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join(std::process::id().to_string());
         let _listener = std::os::unix::net::UnixListener::bind(&path).expect("a free path");
         let mut waiting = Vec::new();
         let full = loop {
@@ -221,7 +222,7 @@ mod tests {
         };
         assert_eq!(full.kind(), ErrorKind::TimedOut);
         let (sender, receiver) = std::sync::mpsc::channel();
-        let dir = folder.path().to_owned();
+        let dir = directory.path().to_owned();
         std::thread::spawn(move || {
             remove_dead(&dir);
             let endpoint = Endpoint { pid: std::process::id(), owner: rustix::process::geteuid().as_raw(), path };
@@ -229,22 +230,22 @@ mod tests {
         });
         let outcome = receiver.recv_timeout(std::time::Duration::from_secs(10)).expect("at once");
         assert!(outcome.is_err_and(|error| error.to_string().contains("is it stopped?")));
-        assert!(folder.path().join(std::process::id().to_string()).exists());
+        assert!(directory.path().join(std::process::id().to_string()).exists());
     }
 
     #[test]
-    fn folders_that_others_can_enter_are_refused() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("ferry-1");
+    fn directories_that_others_can_enter_are_refused() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("ferry-1");
         let uid = rustix::process::geteuid().as_raw();
-        fs::create_dir(&path).expect("a folder");
+        fs::create_dir(&path).expect("a directory");
         for (mode, good) in [(0o700, true), (0o710, false), (0o777, false)] {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("it is ours");
             assert_eq!(check(&path, uid).is_ok(), good, "{mode:o}");
         }
         fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).expect("it is ours");
         assert!(check(&path, uid + 1).is_err());
-        let link = folder.path().join("link");
+        let link = directory.path().join("link");
         std::os::unix::fs::symlink(&path, &link).expect("a link");
         assert!(check(&link, uid).is_err());
     }

@@ -72,9 +72,9 @@ impl fmt::Display for TraceOptions {
 }
 
 impl TraceOptions {
-    /// Makes the path relative to a folder.
-    pub fn resolve(&mut self, folder: &Path) {
-        self.path = folder.join(&self.path);
+    /// Makes the path relative to a directory.
+    pub fn resolve(&mut self, directory: &Path) {
+        self.path = directory.join(&self.path);
     }
 }
 
@@ -352,8 +352,8 @@ mod tests {
 
     #[test]
     fn a_trace_is_never_written_to_a_file_that_exists() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| directory.path().join(name);
         std::fs::write(at("file"), "kept").expect("it can be written");
         std::os::unix::fs::symlink("nothing", at("link")).expect("it can be made");
         for name in ["file", "link"] {

@@ -199,7 +199,7 @@ mod tests {
     fn each_call_has_its_own_outcome() {
         for parent in [std::path::Path::new("/dev/shm"), &std::env::temp_dir()] {
             let file = tempfile::tempfile_in(parent).unwrap();
-            let folder = std::fs::File::open(parent).unwrap();
+            let directory = std::fs::File::open(parent).unwrap();
             let mut bytes: Vec<[u8; 512]> = (0..64u8).map(|n| [n; 512]).collect();
             let pieces: Vec<Segment> =
                 bytes.iter_mut().map(|piece| Segment { address: piece.as_mut_ptr(), bytes: 512 }).collect();
@@ -217,7 +217,7 @@ mod tests {
             }
             aio_batch.clear();
             aio_batch.add(true, file.as_fd(), 512 * (63 + 35), &pieces[..1]);
-            aio_batch.add(true, folder.as_fd(), 0, &pieces[..1]);
+            aio_batch.add(true, directory.as_fd(), 0, &pieces[..1]);
             aio_batch.add(true, file.as_fd(), 0, &pieces[..1]);
             // SAFETY: as above.
             unsafe { aio_batch.submit_and_wait() };

@@ -21,7 +21,7 @@ pub fn add(args: &AddArgs) -> Result<()> {
     processes::units_of_command(&args.command, start_dir(), &SandboxFlags::default()).map_err(misuse)?;
     let (manager, _) = manager_of(&args.target)?;
     let words = args.command.iter().map(|word| FileName(word.as_bytes().to_vec())).collect();
-    change(&manager, &ManagerRequest::Add { words, folder: FileName(start_dir().as_os_str().as_bytes().to_vec()) })
+    change(&manager, &ManagerRequest::Add { words, directory: FileName(start_dir().as_os_str().as_bytes().to_vec()) })
 }
 
 /// Runs `ferry remove`.

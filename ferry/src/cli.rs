@@ -188,8 +188,8 @@ pub enum Command {
         #[arg(value_name = "COMMAND")]
         command: Vec<String>,
 
-        /// Write the pages of ferry, of all its commands, and of the configuration file to this folder.
-        #[arg(long, value_name = "FOLDER", conflicts_with = "command")]
+        /// Write the pages of ferry, of all its commands, and of the configuration file to this directory.
+        #[arg(long, value_name = "DIR", conflicts_with = "command")]
         all: Option<PathBuf>,
     },
 
@@ -394,17 +394,17 @@ pub struct TryArgs {
 }
 
 impl Command {
-    /// Makes the paths of a background server absolute, relative to `folder`.
-    pub fn resolve_paths(&mut self, folder: &Path) {
+    /// Makes the paths of a background server absolute, relative to `directory`.
+    pub fn resolve_paths(&mut self, directory: &Path) {
         match self {
-            Self::Share(args) => args.share.iter_mut().for_each(|share| share.resolve_paths(folder)),
+            Self::Share(args) => args.share.iter_mut().for_each(|share| share.resolve_paths(directory)),
             Self::Mount(args) => {
-                args.share.resolve_paths(folder);
-                args.mountpoint = args.mountpoint.take().map(|path| folder.join(path));
-                args.metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
-                args.trace.iter_mut().for_each(|trace| trace.resolve(folder));
+                args.share.resolve_paths(directory);
+                args.mountpoint = args.mountpoint.take().map(|path| directory.join(path));
+                args.metrics.iter_mut().for_each(|metrics| metrics.resolve(directory));
+                args.trace.iter_mut().for_each(|trace| trace.resolve(directory));
             }
-            Self::Image(crate::image::Command::Mount(args)) => args.resolve_paths(folder),
+            Self::Image(crate::image::Command::Mount(args)) => args.resolve_paths(directory),
             _ => {}
         }
     }

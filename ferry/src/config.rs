@@ -48,19 +48,19 @@ impl File {
     }
 }
 
-/// Reads a file. Relative paths in it are relative to the file's own folder.
+/// Reads a file. Relative paths in it are relative to the file's own directory.
 pub fn read(path: &Path) -> Result<File> {
     let text = std::fs::read_to_string(path)
         .with_context(|| format!("cannot read the configuration file {}", path.display()))?;
-    let folder = path.parent().unwrap_or(Path::new(""));
-    let read = parse(&text, folder).with_context(|| format!("the configuration file {} is wrong", path.display()));
+    let directory = path.parent().unwrap_or(Path::new(""));
+    let read = parse(&text, directory).with_context(|| format!("the configuration file {} is wrong", path.display()));
     let mut file = read.map_err(misuse)?;
     file.shares.iter_mut().for_each(|share| share.resolve_paths(start_dir()));
     Ok(file)
 }
 
-/// Parses the text of a file in this folder.
-pub fn parse(text: &str, folder: &Path) -> Result<File> {
+/// Parses the text of a file in this directory.
+pub fn parse(text: &str, directory: &Path) -> Result<File> {
     let mut file: File = toml::from_str(text).map_err(|error| with_line_number(text, &error))?;
     if file.shares.is_empty() && file.disks.is_empty() {
         bail!(
@@ -70,19 +70,19 @@ pub fn parse(text: &str, folder: &Path) -> Result<File> {
     }
     let tables: toml::Table = toml::from_str(text)?;
     (file.share_tables, file.disk_tables) = (tables_of(&tables, "share"), tables_of(&tables, "disk"));
-    file.metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
+    file.metrics.iter_mut().for_each(|metrics| metrics.resolve(directory));
     for (number, share) in file.shares.iter_mut().enumerate() {
         check_numbers::<Share>(&tables["share"][number])
             .and_then(|()| share.check())
             .map_err(|why| anyhow::anyhow!("[[share]] number {}: {why}", number + 1))?;
-        share.resolve_paths(folder);
-        share.resolve_sockets(folder);
+        share.resolve_paths(directory);
+        share.resolve_sockets(directory);
     }
     for (number, disk) in file.disks.iter_mut().enumerate() {
         check_numbers::<disk::Args>(&tables["disk"][number])
             .and_then(|()| disk.check())
             .map_err(|why| anyhow::anyhow!("[[disk]] number {}: {why}", number + 1))?;
-        disk.resolve_paths(folder);
+        disk.resolve_paths(directory);
     }
     Ok(file)
 }

@@ -21,7 +21,7 @@ use crate::{paths, sandbox};
 pub use client::{Client, Target, is_in_mount, manager_of, reports_of, statuses};
 
 /// The owner of this server.
-pub const OWNER: Owner = Owner { pid: sandbox::pid, is_ours: sandbox::is_ours };
+pub const OWNER: Owner = Owner { pid: sandbox::pid, may_access: sandbox::may_access };
 
 /// Returns the status of a share before it is mounted; `name` is its name in the log.
 pub fn served_share(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> ServedShare {

@@ -110,7 +110,7 @@ pub struct Args {
     #[arg(long, value_name = "TEXT")]
     pub serial: Option<String>,
 
-    /// The folder that backing files of images may be in [default: none].
+    /// The directory that backing files of images may be in [default: none].
     #[arg(long, value_name = "DIR")]
     pub backing_dir: Option<PathBuf>,
 
@@ -235,30 +235,30 @@ impl Args {
         word.as_os_str().as_bytes().strip_prefix(IMAGE).map(|path| Path::new(OsStr::from_bytes(path)))
     }
 
-    /// Returns its file, and the folders that it needs.
+    /// Returns its file, and the directories that it needs.
     fn places(&self) -> (Option<&Path>, impl Iterator<Item = &Path>) {
         let file = self.image().or_else(|| self.path().ok());
         (file, self.store.iter().chain(&self.backing_dir).map(PathBuf::as_path))
     }
 
-    /// Returns the word for the file, with its path relative to this folder.
-    fn file_in(&self, folder: &Path) -> Option<PathBuf> {
+    /// Returns the word for the file, with its path relative to this directory.
+    fn file_in(&self, directory: &Path) -> Option<PathBuf> {
         match self.image() {
             Some(image) => {
-                let word = [IMAGE, folder.join(image).as_os_str().as_bytes()].concat();
+                let word = [IMAGE, directory.join(image).as_os_str().as_bytes()].concat();
                 Some(OsString::from_vec(word).into())
             }
-            None => self.file.as_ref().map(|file| folder.join(file)),
+            None => self.file.as_ref().map(|file| directory.join(file)),
         }
     }
 
-    /// Makes its paths absolute, relative to `folder`.
-    pub fn resolve_paths(&mut self, folder: &Path) {
-        self.file = self.file_in(folder);
-        self.metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
-        self.trace.iter_mut().for_each(|trace| trace.resolve(folder));
+    /// Makes its paths absolute, relative to `directory`.
+    pub fn resolve_paths(&mut self, directory: &Path) {
+        self.file = self.file_in(directory);
+        self.metrics.iter_mut().for_each(|metrics| metrics.resolve(directory));
+        self.trace.iter_mut().for_each(|trace| trace.resolve(directory));
         for path in [&mut self.vhost_user, &mut self.backing_dir, &mut self.store, &mut self.blk_file] {
-            *path = path.take().map(|path| folder.join(path));
+            *path = path.take().map(|path| directory.join(path));
         }
     }
 
@@ -283,7 +283,7 @@ impl Args {
             }
             Some((_, flag)) => Err(format!("--{flag} is for image:PATH, and {word} is a file")),
             None if is_image && self.store.is_none() => {
-                Err(format!("image:PATH needs --store, the folder with the data of the files of {word}"))
+                Err(format!("image:PATH needs --store, the directory with the data of the files of {word}"))
             }
             None => Ok(()),
         }

@@ -39,20 +39,20 @@ pub fn man(command: &[String]) -> Result<()> {
     print(&page(found)?)
 }
 
-/// Writes the pages of the program, of its commands and names, and of the configuration file to a folder, with the names that
+/// Writes the pages of the program, of its commands and names, and of the configuration file to a directory, with the names that
 /// man(1) expects.
-pub fn man_pages(folder: &Path) -> Result<()> {
+pub fn man_pages(directory: &Path) -> Result<()> {
     let table = built();
-    let file = folder.join(format!("{}.{}", configuration::NAME, configuration::SECTION));
+    let file = directory.join(format!("{}.{}", configuration::NAME, configuration::SECTION));
     let page_of_file = titled(configuration::NAME, configuration::SECTION, &configuration::page(&table));
     fs::write(&file, page_of_file).with_context(|| format!("cannot write {}", file.display()))?;
     let mut drop_in = virtiofsd::table();
     drop_in.build();
-    let file = folder.join(DROP_IN).with_extension("1");
+    let file = directory.join(DROP_IN).with_extension("1");
     fs::write(&file, named_page(&drop_in, DROP_IN)?).with_context(|| format!("cannot write {}", file.display()))?;
     let mut waiting = vec![&table];
     while let Some(command) = waiting.pop() {
-        let file = folder.join(command.get_display_name().unwrap_or("ferry")).with_extension("1");
+        let file = directory.join(command.get_display_name().unwrap_or("ferry")).with_extension("1");
         fs::write(&file, page(command)?).with_context(|| format!("cannot write {}", file.display()))?;
         waiting.extend(commands(command));
     }

@@ -37,8 +37,8 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Invocation, cla
     parse_in(args, start_dir())
 }
 
-/// The same, with paths that are relative to `folder`.
-pub fn parse_in(args: impl IntoIterator<Item = OsString>, folder: &Path) -> Result<Invocation, clap::Error> {
+/// The same, with paths that are relative to `directory`.
+pub fn parse_in(args: impl IntoIterator<Item = OsString>, directory: &Path) -> Result<Invocation, clap::Error> {
     let args: Vec<OsString> = args.into_iter().collect();
     let table = cli::table();
     let at = command_position(&table, &args).unwrap_or(args.len());
@@ -55,8 +55,8 @@ pub fn parse_in(args: impl IntoIterator<Item = OsString>, folder: &Path) -> Resu
             _ => more.push(share_of(group)?),
         }
     }
-    more.iter_mut().for_each(|share| share.resolve_paths(folder));
-    cli.command.resolve_paths(folder);
+    more.iter_mut().for_each(|share| share.resolve_paths(directory));
+    cli.command.resolve_paths(directory);
     Ok(Invocation { cli, more, more_disks, args, at })
 }
 
@@ -320,7 +320,7 @@ pub mod tests {
         assert_eq!(shares[0].source, start_dir().join("-a"));
     }
 
-    /// Those that are used later, also by a server that has left the folder; sockets are made before.
+    /// Those that are used later, also by a server that has left the directory; sockets are made before.
     #[test]
     fn every_path_of_a_share_is_absolute_in_the_end() {
         use clap::builder::ValueParser;

@@ -181,7 +181,7 @@ pub fn is_guardian(program: &OsStr) -> bool {
 }
 
 /// Runs as a guardian: waits until its server dies, and does its task with the file on standard output. The arguments are the
-/// /proc folder of the thread that started it, the task, and the paths of the task.
+/// /proc directory of the thread that started it, the task, and the paths of the task.
 pub fn run(args: &[OsString]) -> ExitCode {
     match guard(args) {
         Ok(()) => ExitCode::SUCCESS,
@@ -380,8 +380,8 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return ferry_skip::skip!("needs root, for a namespace of mounts");
         }
-        let folder = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| directory.path().join(name);
         std::os::unix::fs::symlink("/bin/cat", at(NAME)).expect("a link");
         // It never gets a writer, so whoever reads it waits.
         let fifo = Mode::RUSR | Mode::WUSR;
@@ -393,7 +393,7 @@ mod tests {
                 .args(rest)
                 .arg(at("fifo"))
                 .args([CONNECTION, mountpoint, "30", "7", "00ff"])
-                .env("PATH", folder.path());
+                .env("PATH", directory.path());
             command.stdin(Stdio::null()).spawn().expect("it starts")
         };
         let own = forge(&[NAME], "/own");

@@ -50,7 +50,7 @@ Examples:
   ferry image diff old.img rootfs.img --store /var/lib/ferry
   ferry image verify rootfs.img --store /var/lib/ferry             # reads and verifies every byte
   ferry image verify rootfs.img --store /var/lib/ferry --repair    # and replaces damaged data
-  ferry image gc images/ --store /var/lib/ferry    # keeps the data of the images in this folder
+  ferry image gc images/ --store /var/lib/ferry    # keeps the data of the images in this directory
 
   ferry image trace /mnt -o start.trace -- chroot /mnt /usr/bin/service --check
   ferry image build rootfs -o rootfs.img --store /var/lib/ferry --order-from start.trace

@@ -219,7 +219,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
         Command::Agent(args) => Ok(ferry_agent::run("ferry", &args)),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => try_cmd::run(args),
-        Command::Man { all: Some(folder), .. } => documents::man_pages(&folder).map(|()| 0),
+        Command::Man { all: Some(directory), .. } => documents::man_pages(&directory).map(|()| 0),
         Command::Man { command, .. } => documents::man(&command).map_err(status::misuse).map(|()| 0),
         Command::Completions { shell, program } => documents::completions(shell, program).map(|()| 0),
     }

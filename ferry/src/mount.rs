@@ -129,10 +129,10 @@ pub fn explain_mem() -> Result<TransportReport> {
 }
 
 fn try_mount_somewhere(args: &MountArgs) -> Result<TransportReport> {
-    let folder = tempfile::Builder::new().prefix("ferry-explain.").tempdir();
-    let folder = folder.context("cannot make a mount point in the folder for temporary files")?;
-    let explained = try_mount(args, folder.path())?;
-    folder.close().context("cannot remove the mount point")?;
+    let directory = tempfile::Builder::new().prefix("ferry-explain.").tempdir();
+    let directory = directory.context("cannot make a mount point in the directory for temporary files")?;
+    let explained = try_mount(args, directory.path())?;
+    directory.close().context("cannot remove the mount point")?;
     Ok(explained)
 }
 
@@ -174,7 +174,7 @@ fn use_unnamed_files(share: &mut Share) -> Result<Vec<File>> {
     Ok(files)
 }
 
-/// If the file is missing or empty: creates an unnamed file in the same folder; returns it with a path that leads to it.
+/// If the file is missing or empty: creates an unnamed file in the same directory; returns it with a path that leads to it.
 fn unnamed_file(path: &Path) -> Result<Option<(File, PathBuf)>> {
     let is_new = match path.metadata() {
         Ok(found) => found.is_file() && found.len() == 0,
@@ -183,8 +183,8 @@ fn unnamed_file(path: &Path) -> Result<Option<(File, PathBuf)>> {
     if !is_new {
         return Ok(None);
     }
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let file = tempfile::tempfile_in(folder);
+    let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let file = tempfile::tempfile_in(directory);
     let file = file.with_context(|| format!("cannot make a file like {} for a trial", path.display()))?;
     let path = descriptor_path(&file);
     Ok(Some((file, path)))

@@ -141,13 +141,13 @@ mod tests {
 
     #[test]
     fn files_of_a_failed_start_are_removed_and_no_others() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let directory = tempfile::tempdir().expect("a directory");
         let make = |name: &str| {
-            let path = folder.path().join(name);
+            let path = directory.path().join(name);
             (path.clone(), File::create(&path).expect("a file"))
         };
         let names = || {
-            let entries = fs::read_dir(folder.path()).expect("a folder");
+            let entries = fs::read_dir(directory.path()).expect("a directory");
             let mut names: Vec<_> = entries.map(|entry| entry.expect("an entry").file_name()).collect();
             names.sort();
             names
@@ -156,7 +156,7 @@ mod tests {
         let mut failed = none();
         failed.add([make("a"), make("b")]);
         // Another file has taken the place of this one.
-        fs::rename(make("other").0, folder.path().join("b")).expect("renamed");
+        fs::rename(make("other").0, directory.path().join("b")).expect("renamed");
         drop(failed);
         assert_eq!(names(), ["b"]);
 

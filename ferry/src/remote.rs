@@ -79,8 +79,8 @@ impl Flags {
         match server.place {
             Address::Unix(path) => {
                 let path = path.canonicalize().map_err(unreachable)?;
-                let (folder, name) = path.parent().zip(path.file_name()).context("the socket has no name")?;
-                socket = Some((folder.to_owned(), name.to_owned()));
+                let (directory, name) = path.parent().zip(path.file_name()).context("the socket has no name")?;
+                socket = Some((directory.to_owned(), name.to_owned()));
                 reach.by_path = true;
             }
             Address::Tcp(host, port) | Address::Tls(host, port) => {
@@ -112,17 +112,17 @@ pub struct PreparedServer {
     transport: Arc<dyn Transport>,
     options: ferry_9p_client::Options,
     pub reach: ServerAccess,
-    /// The folder and the name of its socket.
+    /// The directory and the name of its socket.
     socket: Option<(PathBuf, OsString)>,
 }
 
 impl PreparedServer {
-    /// Returns the folder of its socket, which must stay visible.
-    pub fn folder(&self) -> Option<&Path> {
-        self.socket.as_ref().map(|(folder, _)| folder.as_path())
+    /// Returns the directory of its socket, which must stay visible.
+    pub fn directory(&self) -> Option<&Path> {
+        self.socket.as_ref().map(|(directory, _)| directory.as_path())
     }
 
-    /// Moves its socket's folder to `place`, if there is one.
+    /// Moves its socket's directory to `place`, if there is one.
     pub fn seen_at(self, place: Option<&Path>) -> Self {
         let transport: Arc<dyn Transport> = match (&self.socket, place) {
             (Some((_, name)), Some(place)) => {

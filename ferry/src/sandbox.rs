@@ -60,7 +60,7 @@ pub fn set_public_pid() {
     let _ = PUBLIC_PID.set(std::process::id());
 }
 
-/// Drops all rights except those to wait and to remove socket files from folders of any owner.
+/// Drops all rights except those to wait and to remove socket files from directories of any owner.
 pub fn confine_supervisor(sandbox_flags: &SandboxFlags) -> Result<()> {
     Capabilities::ALL_USERS.limit(Capabilities::NONE)?;
     ferry_isolation::no_new_privileges()?;
@@ -70,8 +70,8 @@ pub fn confine_supervisor(sandbox_flags: &SandboxFlags) -> Result<()> {
 }
 
 /// Whether a peer is this user or root, which has no id in a user namespace.
-pub fn is_ours(peer: u32) -> bool {
-    // The permissions of the folder exclude all other users.
+pub fn may_access(peer: u32) -> bool {
+    // The permissions of the directory exclude all other users.
     let unnamed = HAS_SINGLE_USER.get().is_some() && peer == NOBODY;
     peer == 0 || peer == rustix::process::geteuid().as_raw() || unnamed
 }
@@ -81,7 +81,7 @@ pub fn is_ours(peer: u32) -> bool {
 #[serde(rename_all = "kebab-case")]
 pub enum Sandbox {
     /// Namespaces of mounts, processes and networks (and users, for users other than root), a root directory that contains only
-    /// what is shared, and Landlock. For 9p:SERVER, the thread that connects stays in this host's network, and sees the folder of
+    /// what is shared, and Landlock. For 9p:SERVER, the thread that connects stays in this host's network, and sees the directory of
     /// a unix socket, which must not be created again, or the files for host name lookups as they are at the start.
     Namespace,
     /// The only shared directory becomes the root directory; Landlock. Only for root.

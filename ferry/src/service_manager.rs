@@ -225,11 +225,11 @@ mod tests {
 
     #[test]
     fn sockets_are_the_same_through_links() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("s");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("s");
         let _listener = UnixListener::bind(&path).expect("a socket");
-        std::os::unix::fs::symlink(folder.path(), folder.path().join("link")).expect("a link");
-        assert!(is_same(&path, &path) && is_same(&path, &folder.path().join("link/s")));
-        assert!(!is_same(&path, &folder.path().join("t")) && !is_same(Path::new("/no/a"), Path::new("/no/b")));
+        std::os::unix::fs::symlink(directory.path(), directory.path().join("link")).expect("a link");
+        assert!(is_same(&path, &path) && is_same(&path, &directory.path().join("link/s")));
+        assert!(!is_same(&path, &directory.path().join("t")) && !is_same(Path::new("/no/a"), Path::new("/no/b")));
     }
 }

@@ -195,9 +195,10 @@ fn check_places(shares: &[Share]) -> Result<()> {
         if let Some(mount) = share.mount.as_ref().filter(|mount| is_missing(mount)) {
             return Err(ferry_fuse::MountError::Missing(mount.clone()).into());
         }
-        let folder = |socket: &PathBuf| socket.parent().filter(|folder| !folder.as_os_str().is_empty()).map(is_missing);
-        if let Some(socket) = share.virtiofs.as_ref().filter(|socket| folder(socket) == Some(true)) {
-            return Err(ferry_vhost::SocketError::NoFolder(socket.clone()).into());
+        let directory =
+            |socket: &PathBuf| socket.parent().filter(|directory| !directory.as_os_str().is_empty()).map(is_missing);
+        if let Some(socket) = share.virtiofs.as_ref().filter(|socket| directory(socket) == Some(true)) {
+            return Err(ferry_vhost::SocketError::NoDirectory(socket.clone()).into());
         }
     }
     Ok(())
@@ -225,7 +226,7 @@ pub fn refuse_duplicates(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
         let address = share.ninep.as_ref().filter(|address| !address.is_any());
         let places = [
             of_path("the socket", &share.virtiofs, "twice"),
-            of_path("the folder", &share.state, "twice as --state"),
+            of_path("the directory", &share.state, "twice as --state"),
             of_path("the mount point", &share.mount, "twice"),
             address.map(|address| ("the address", address.to_string().into(), "twice")),
             share.fd.map(|fd| ("descriptor", fd.to_string().into(), "twice")),

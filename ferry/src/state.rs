@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_isolation::{Action, Capabilities, Filter, Role};
-use ferry_state::Folder;
+use ferry_state::Directory;
 use ferry_virtiofs::{KeeperConnection, KeeperError, SERVER_AWAITED, SessionStore};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
@@ -25,7 +25,7 @@ use crate::flags::Share;
 /// The name of the process in process lists, by which the program recognizes its role.
 const NAME: &str = "ferry-keeper";
 
-/// The keeper's socket in its folder, which process lists show.
+/// The keeper's socket in its directory, which process lists show.
 const SOCKET: &str = "keeper";
 
 /// Lets a keeper start another one, which stays, and exit.
@@ -41,15 +41,15 @@ pub fn open_all_stores(shares: &[Share]) -> Result<Vec<Option<Arc<SessionStore>>
 
 fn open_store(dir: &Path, share: &Share) -> Result<Arc<SessionStore>> {
     let what = || format!("--state {}", dir.display());
-    let folder = Folder::open(dir).with_context(what)?;
-    let connection = connect(&folder, dir).with_context(what)?;
+    let directory = Directory::open(dir).with_context(what)?;
+    let connection = connect(&directory, dir).with_context(what)?;
     let geometry = ferry_virtiofs::geometry(share.queue_count());
     SessionStore::open(connection, geometry).map(Arc::new).with_context(what)
 }
 
-fn connect(folder: &Folder, dir: &Path) -> Result<KeeperConnection> {
+fn connect(directory: &Directory, dir: &Path) -> Result<KeeperConnection> {
     for _ in 0..TRIES_MAX {
-        match KeeperConnection::reach(folder) {
+        match KeeperConnection::reach(directory) {
             // The keeper was ending.
             Err(
                 KeeperError::Connect(Errno::NOENT | Errno::CONNREFUSED)
@@ -57,8 +57,8 @@ fn connect(folder: &Folder, dir: &Path) -> Result<KeeperConnection> {
             ) => {}
             other => return Ok(other?),
         }
-        let _ = folder.clear();
-        match ferry_state::listen(folder) {
+        let _ = directory.clear();
+        match ferry_state::listen(directory) {
             Ok(listener) => {
                 let mut command = keeper(std::path::absolute(dir)?.join(SOCKET).as_os_str());
                 let begun = command.arg(BEGIN).stdin(listener).status();
@@ -120,7 +120,7 @@ fn keep(dir: Option<&Path>) -> Result<()> {
     ends.thread_set_mask().context("cannot block signals")?;
     let end = SignalFd::with_flags(&ends, SfdFlags::SFD_CLOEXEC).context("cannot read signals")?;
     let end = end.as_fd().try_clone_to_owned().context("no descriptor is left")?;
-    let folder = dir.map(Folder::open).transpose()?;
+    let directory = dir.map(Directory::open).transpose()?;
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
     Capabilities::NONE.limit(Capabilities::NONE)?;
@@ -129,9 +129,9 @@ fn keep(dir: Option<&Path>) -> Result<()> {
     // Without seccomp, it still has no capabilities, and opens no files.
     let _ = Filter::of(Role::Keeper, Action::Kill).and_then(|filter| filter.apply());
     let kept = ferry_state::keep(&listener, &end);
-    if let Some(folder) = folder {
+    if let Some(directory) = directory {
         // The next keeper creates its own.
-        let _ = folder.clear();
+        let _ = directory.clear();
     }
     Ok(kept?)
 }

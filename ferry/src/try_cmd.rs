@@ -24,8 +24,8 @@ use crate::socket::ListenSocket;
 const ROOT_TAG: &str = ".root";
 /// Enough CPUs for a build; more slow down a guest on an emulator.
 const QEMU_CPUS_MAX: usize = 4;
-/// The part of a unix socket's path (at most 107 bytes) that the folder may take.
-const FOLDER_BYTES_MAX: usize = 80;
+/// The part of a unix socket's path (at most 107 bytes) that the directory may take.
+const DIR_BYTES_MAX: usize = 80;
 /// The environment variables that the guest's programs share with the host.
 const ENVIRONMENT: [&str; 7] = ["PATH", "HOME", "TERM", "COLORTERM", "LANG", "LC_ALL", "LC_CTYPE"];
 
@@ -57,7 +57,7 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
             eprintln!("ferry: {text}");
         }
     };
-    let folder = private_folder()?;
+    let directory = private_directory()?;
     let mut serving = RunningExports::default();
     let mut guest = Guest::new(ferry_guest::Cache::from_env()?, args.command.iter());
     guest.memory_mib = args.memory;
@@ -65,7 +65,7 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
     let queues = if args.qemu { cpus() } else { 1 };
     if args.qemu {
         let root = SharedDir { dir: Path::new("/"), tag: ROOT_TAG.into(), read_only: true, events: false };
-        guest.devices.push(root.serve(folder.path(), queues, &args, &mut serving)?);
+        guest.devices.push(root.serve(directory.path(), queues, &args, &mut serving)?);
         guest.kind = Kind::Qemu { cpus: queues, root: Some(ROOT_TAG.into()) };
     }
     let (mut agent, why_not) = (Vec::<OsString>::new(), events_conflict(&args));
@@ -83,7 +83,7 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
             agent.push(mountpoint.clone().into());
         }
         let place = SharedDir { dir, tag: tag.clone(), read_only: args.read_only, events };
-        guest.devices.push(place.serve(folder.path(), queues, &args, &mut serving)?);
+        guest.devices.push(place.serve(directory.path(), queues, &args, &mut serving)?);
         let mut mount = Mount::virtiofs(tag, &mountpoint);
         if args.read_only {
             mount.options = "ro".into();
@@ -111,7 +111,7 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
     lock(ending).clear_guest();
     let status = status?;
     serving.stop();
-    folder.close().context("cannot remove the sockets' folder")?;
+    directory.close().context("cannot remove the sockets' directory")?;
     say(format!("the command ended with status {status} after {:.1} s", begin.elapsed().as_secs_f64()));
     Ok(u8::try_from(status).unwrap_or(u8::MAX))
 }
@@ -126,14 +126,14 @@ struct SharedDir<'a> {
 }
 
 impl SharedDir<'_> {
-    fn serve(self, folder: &Path, queues: u16, args: &TryArgs, serving: &mut RunningExports) -> Result<Device> {
+    fn serve(self, directory: &Path, queues: u16, args: &TryArgs, serving: &mut RunningExports) -> Result<Device> {
         let options = ferry_dir::Options { read_only: self.read_only, ..ferry_dir::Options::default() };
         let source = Arc::new(ferry_dir::Dir::open(self.dir, options)?);
         if self.events {
             source.watch(OwnChanges::Skip).with_context(|| format!("cannot watch {}", self.dir.display()))?;
             source.tell_events();
         }
-        let socket = folder.join(&self.tag);
+        let socket = directory.join(&self.tag);
         let bound = ListenSocket::bind(&socket)?;
         let options = ferry_virtiofs::Options {
             // User-mode Linux reads the tag from the device.
@@ -183,16 +183,16 @@ fn tags(dirs: &[PathBuf]) -> Vec<String> {
     tags
 }
 
-/// Creates a folder for sockets that only this user can enter.
-fn private_folder() -> Result<tempfile::TempDir> {
+/// Creates a directory for sockets that only this user can enter.
+fn private_directory() -> Result<tempfile::TempDir> {
     let wanted = std::env::temp_dir();
     let bytes = wanted.as_os_str().as_bytes();
-    let fits = bytes.len() <= FOLDER_BYTES_MAX && !bytes.iter().any(u8::is_ascii_whitespace);
-    let folder = if fits { wanted } else { PathBuf::from("/tmp") };
+    let fits = bytes.len() <= DIR_BYTES_MAX && !bytes.iter().any(u8::is_ascii_whitespace);
+    let directory = if fits { wanted } else { PathBuf::from("/tmp") };
     tempfile::Builder::new()
         .prefix("ferry-try.")
-        .tempdir_in(&folder)
-        .with_context(|| format!("cannot create a folder in {}; set TMPDIR to a writable one", folder.display()))
+        .tempdir_in(&directory)
+        .with_context(|| format!("cannot create a directory in {}; set TMPDIR to a writable one", directory.display()))
 }
 
 fn environment() -> Vec<(OsString, OsString)> {

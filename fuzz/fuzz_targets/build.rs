@@ -7,35 +7,35 @@ use ferry_image::{BuildOptions, Image, Layout, Store, Whiteouts};
 
 thread_local! {
     /// In memory, where that can be had; the store stays, as stores do.
-    static FOLDER: RefCell<Option<tempfile::TempDir>> = const { RefCell::new(None) };
+    static DIR: RefCell<Option<tempfile::TempDir>> = const { RefCell::new(None) };
 }
 
 /// Where files can be made.
-pub fn folder() -> PathBuf {
-    FOLDER.with_borrow_mut(|folder| {
+pub fn directory() -> PathBuf {
+    DIR.with_borrow_mut(|directory| {
         let made = || {
             let memory = Path::new("/dev/shm");
             if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }
-                .expect("folders can be made")
+                .expect("directories can be made")
         };
-        folder.get_or_insert_with(made).path().into()
+        directory.get_or_insert_with(made).path().into()
     })
 }
 
 /// Builds of a file with these bytes.
 #[allow(dead_code, reason = "not every target has a file")]
 pub fn check(bytes: &[u8], layout: Layout, whiteouts: Option<Whiteouts>) {
-    let source = folder().join("source");
+    let source = directory().join("source");
     std::fs::write(&source, bytes).expect("files can be written");
     check_source(&source, layout, whiteouts);
 }
 
 /// What is built of a source is clean, and what is refused leaves nothing.
 pub fn check_source(source: &Path, layout: Layout, whiteouts: Option<Whiteouts>) {
-    let folder = folder();
-    let image = folder.join("image");
+    let directory = directory();
+    let image = directory.join("image");
     let _ = std::fs::remove_file(&image);
-    let store = Store::create(&folder.join("store")).expect("stores can be made");
+    let store = Store::create(&directory.join("store")).expect("stores can be made");
     let platform = Some("linux/amd64".into());
     let options = BuildOptions { threads: 1, layout, whiteouts, platform, ..BuildOptions::default() };
     match ferry_image::build(source, &image, store, &options, &|_, _| {}) {

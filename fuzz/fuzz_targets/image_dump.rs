@@ -10,7 +10,7 @@ fuzz_target!(|bytes: &[u8]| {
     let Some((choice, dump)) = bytes.split_first() else { return };
     let layout = Layout::Composefs { version: Some(u32::from(choice & 1)) };
     build::check(dump, layout, None);
-    let path = build::folder().join("image");
+    let path = build::directory().join("image");
     let Ok(image) = Image::open(&path, None) else { return };
     let mut again = Vec::new();
     ferry_image::dump(&image, &mut again).expect("what was built has a dump");

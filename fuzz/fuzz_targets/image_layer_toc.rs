@@ -64,16 +64,16 @@ fuzz_target!(|bytes: &[u8]| {
     let Ok(reference) = LayerRef::parse(layer.name(), layer.blob.len() as u64, layer.media_type, annotation) else { return };
     let blob = Blob(layer.blob);
     let Ok(table) = reference.fetch(&|range| blob.get(range).map(<[u8]>::to_vec)) else { return };
-    let folder = build::folder();
-    let (image, folder) = (folder.join("image"), folder.join("store"));
-    let _ = std::fs::remove_dir_all(&folder);
-    let store = Store::create(&folder).expect("stores can be made");
+    let directory = build::directory();
+    let (image, directory) = (directory.join("image"), directory.join("store"));
+    let _ = std::fs::remove_dir_all(&directory);
+    let store = Store::create(&directory).expect("stores can be made");
     let first: Vec<_> = table.first().collect();
     if build_layers(&[table], &[7; 32], &image, &store).is_err() {
         return;
     }
     let missing = FetchOptions { from: Arc::new(blob), ahead_bytes: 0, cache_bytes: None };
-    let source = Source::open_with(&image, &folder, None, Some(missing)).expect("it was built");
+    let source = Source::open_with(&image, &directory, None, Some(missing)).expect("it was built");
     let report = ferry_image::check(source.image());
     assert!(report.findings.is_empty(), "{:?}", report.findings);
     let found = source.shared_objects().put_first(source.image(), first.iter().map(Vec::as_slice));

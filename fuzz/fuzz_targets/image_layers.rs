@@ -32,12 +32,12 @@ impl Choices for Bytes<'_> {
 
 fuzz_target!(|bytes: &[u8]| {
     let layers = random::layers(&mut Bytes(bytes));
-    let folder = build::folder().join("oci");
-    let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(folder.join("blobs/sha256")).expect("folders can be made");
+    let directory = build::directory().join("oci");
+    let _ = fs::remove_dir_all(&directory);
+    fs::create_dir_all(directory.join("blobs/sha256")).expect("directories can be made");
     let blob = |bytes: &[u8], kind: &str| {
         let name: String = Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect();
-        fs::write(folder.join("blobs/sha256").join(&name), bytes).expect("files can be written");
+        fs::write(directory.join("blobs/sha256").join(&name), bytes).expect("files can be written");
         json!({"mediaType": format!("application/vnd.oci.image.{kind}"), "digest": format!("sha256:{name}"), "size": bytes.len()})
     };
     let archives = layers.iter().map(|layer| layer.iter().flat_map(archived).chain([0; 1024]).collect::<Vec<_>>());
@@ -46,16 +46,16 @@ fuzz_target!(|bytes: &[u8]| {
     let config = json!({"rootfs": {"type": "layers", "diff_ids": plain}}).to_string();
     let config = blob(config.as_bytes(), "config.v1+json");
     let manifest = blob(json!({"config": config, "layers": named}).to_string().as_bytes(), "manifest.v1+json");
-    fs::write(folder.join("index.json"), json!({"manifests": [manifest]}).to_string()).expect("files can be written");
-    fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("files can be written");
+    fs::write(directory.join("index.json"), json!({"manifests": [manifest]}).to_string()).expect("files can be written");
+    fs::write(directory.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("files can be written");
     let mut source = std::ffi::OsString::from("oci:");
-    source.push(&folder);
+    source.push(&directory);
     build::check_source(source.as_ref(), Layout::Flat, None);
-    let image = build::folder().join("image");
+    let image = build::directory().join("image");
     let model = Model::of(&layers);
     assert_eq!(image.exists(), model.is_some(), "{layers:#?}");
     let Some(model) = model else { return };
-    let source = Source::open(&image, &build::folder().join("store"), None).expect("it was built");
+    let source = Source::open(&image, &build::directory().join("store"), None).expect("it was built");
     compare(&source, &model, &layers);
 });
 

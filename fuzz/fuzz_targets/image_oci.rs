@@ -16,17 +16,17 @@ const BLOBS_MAX: usize = 10;
 
 fuzz_target!(|bytes: &[u8]| {
     let Some((choice, rest)) = bytes.split_first() else { return };
-    let folder = build::folder().join("oci");
-    let blobs = folder.join("blobs/sha256");
-    let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&blobs).expect("folders can be made");
-    fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("files can be written");
+    let directory = build::directory().join("oci");
+    let blobs = directory.join("blobs/sha256");
+    let _ = fs::remove_dir_all(&directory);
+    fs::create_dir_all(&blobs).expect("directories can be made");
+    fs::write(directory.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("files can be written");
     let mut known: Vec<(String, usize)> = Vec::new();
     let mut parts = rest.split(|byte| *byte == END).take(BLOBS_MAX + 1).peekable();
     while let Some(part) = parts.next() {
         let bytes = filled_in(part, &known);
         if parts.peek().is_none() {
-            fs::write(folder.join("index.json"), bytes).expect("files can be written");
+            fs::write(directory.join("index.json"), bytes).expect("files can be written");
             break;
         }
         let name: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
@@ -34,7 +34,7 @@ fuzz_target!(|bytes: &[u8]| {
         known.push((name, bytes.len()));
     }
     let mut source = std::ffi::OsString::from("oci:");
-    source.push(&folder);
+    source.push(&directory);
     let layout = if choice & 1 == 0 { Layout::Flat } else { Layout::Composefs { version: None } };
     build::check_source(source.as_ref(), layout, None);
 });

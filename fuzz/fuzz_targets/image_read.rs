@@ -40,10 +40,10 @@ fuzz_target!(|bytes: &[u8]| {
 fn store() -> &'static tempfile::TempDir {
     static STORE: OnceLock<tempfile::TempDir> = OnceLock::new();
     STORE.get_or_init(|| {
-        let folder = tempfile::tempdir().expect("a folder can be made");
-        fs::create_dir(folder.path().join("objects")).expect("a folder can be made");
-        Store::create(folder.path()).expect("a store can be made");
-        folder
+        let directory = tempfile::tempdir().expect("a directory can be made");
+        fs::create_dir(directory.path().join("objects")).expect("a directory can be made");
+        Store::create(directory.path()).expect("a store can be made");
+        directory
     })
 }
 

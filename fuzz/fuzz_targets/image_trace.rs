@@ -9,7 +9,7 @@ use libfuzzer_sys::fuzz_target;
 const BYTES_MAX: u64 = 1 << 12;
 
 fuzz_target!(|bytes: &[u8]| {
-    let list = build::folder().join("list");
+    let list = build::directory().join("list");
     let read = |bytes: &[u8]| {
         std::fs::write(&list, bytes).expect("files can be written");
         Trace::read_within(&list, BYTES_MAX)

@@ -15,13 +15,13 @@ use sha2::Sha256;
 fuzz_target!(|bytes: &[u8]| {
     let Some(([packing, split], archives)) = bytes.split_first_chunk() else { return };
     let (lower, upper) = archives.split_at(archives.len().min(usize::from(*split) * archive::BLOCK));
-    let folder = build::folder();
+    let directory = build::directory();
     let layers = [("upper", upper), ("lower", lower)].map(|(name, archive)| {
-        let image = folder.join(name);
+        let image = directory.join(name);
         unpack(&archive::summed(archive.to_vec()), *packing, &image).map(|digest| (image, digest))
     });
     let [Some(upper), Some(lower)] = layers else { return };
-    let merged = folder.join("merged");
+    let merged = directory.join("merged");
     let _ = std::fs::remove_file(&merged);
     match merge(&[upper, lower], &merged) {
         Ok(digest) => assert_clean(&merged, digest),
@@ -32,7 +32,7 @@ fuzz_target!(|bytes: &[u8]| {
 /// Returns the digest of a layer's image, if it can be unpacked.
 fn unpack(archive: &[u8], packing: u8, image: &Path) -> Option<Digest> {
     let _ = std::fs::remove_file(image);
-    let store = Store::create(&build::folder().join("store")).expect("stores can be made");
+    let store = Store::create(&build::directory().join("store")).expect("stores can be made");
     let rules = LayerRules { whiteouts: Whiteouts::Overlay, lower: &|_| Ok(None), file_bytes_max: 1 << 20 };
     let unpacked = unpack_layer(&*packed(archive, packing), Path::new("layer"), image, store, &rules);
     let Ok(unpacked) = unpacked else {

@@ -21,7 +21,7 @@ pub struct Cache(PathBuf);
 pub struct Uml {
     /// The kernel, which is a program.
     pub kernel: PathBuf,
-    /// The folder of its modules.
+    /// The directory of its modules.
     pub modules: PathBuf,
     /// A static busybox.
     pub busybox: PathBuf,
@@ -36,14 +36,14 @@ pub struct Qemu {
     pub kernel: PathBuf,
     /// An initramfs without `/init`.
     pub initramfs: PathBuf,
-    /// The folder of the kernel's modules, compressed.
+    /// The directory of the kernel's modules, compressed.
     pub modules: PathBuf,
 }
 
 impl Cache {
     /// Creates a cache in this directory.
-    pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self(folder.into())
+    pub fn new(directory: impl Into<PathBuf>) -> Self {
+        Self(directory.into())
     }
 
     /// `$FERRY_CACHE`, else `$XDG_CACHE_HOME/ferry`, else `$HOME/.cache/ferry`.
@@ -56,7 +56,7 @@ impl Cache {
             .ok_or(Error::NoCache)
     }
 
-    /// The folder.
+    /// The directory.
     pub fn path(&self) -> &Path {
         &self.0
     }
@@ -131,7 +131,7 @@ impl Cache {
         Ok(self.fetch("skopeo")?.join("bin/skopeo"))
     }
 
-    /// Returns a folder with the programs containerd, ctr, and those that run containers.
+    /// Returns a directory with the programs containerd, ctr, and those that run containers.
     pub fn containerd(&self) -> Result<PathBuf> {
         Ok(self.fetch("containerd")?.join("bin"))
     }
@@ -141,7 +141,7 @@ impl Cache {
         Ok(self.fetch("crun")?.join("bin/crun"))
     }
 
-    /// Returns a folder with the programs podman, conmon, crun and netavark.
+    /// Returns a directory with the programs podman, conmon, crun and netavark.
     pub fn podman(&self) -> Result<PathBuf> {
         Ok(self.fetch("podman")?.join("bin"))
     }
@@ -183,8 +183,8 @@ impl Cache {
         if !status.success() {
             return Err(Error::Fetch { set: set.into() });
         }
-        let folder = self.0.join(set);
-        folder.canonicalize().context(|| format!("find {}", folder.display()))
+        let directory = self.0.join(set);
+        directory.canonicalize().context(|| format!("find {}", directory.display()))
     }
 
     /// Returns whether a guest boots with KVM here. The result is stored beside the kernel that it applies to.

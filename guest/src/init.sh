@@ -99,9 +99,9 @@ prepare() {
     b ip link set lo up
     b hostname ferry-guest
     if [ "$root" = initramfs ]; then b --install -s /bin; fi
-    if [ -n "$module_folder" ] && [ -d "$module_folder" ]; then
+    if [ -n "$module_directory" ] && [ -d "$module_directory" ]; then
         b mkdir -p /lib/modules
-        b ln -sfn "$module_folder" "/lib/modules/$(b uname -r)"
+        b ln -sfn "$module_directory" "/lib/modules/$(b uname -r)"
         b ln -s busybox /run/ferry/modprobe
         [ -x /sbin/modprobe ] || echo /run/ferry/modprobe >/proc/sys/kernel/modprobe
     fi

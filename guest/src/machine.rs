@@ -49,8 +49,9 @@ pub(crate) fn build(guest: &Guest, setup: &Setup<'_>) -> Result<Vec<OsString>> {
 }
 
 /// Returns the directory for the memory file, which should be in memory.
-pub(crate) fn memory_folder(memory_mib: u32) -> &'static str {
-    let free = |folder: &str| rustix::fs::statvfs(folder).map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
+pub(crate) fn memory_directory(memory_mib: u32) -> &'static str {
+    let free =
+        |directory: &str| rustix::fs::statvfs(directory).map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
     let needed = u64::from(memory_mib) << 20;
     if free("/dev/shm") > needed { "/dev/shm" } else { "/tmp" }
 }
@@ -83,7 +84,7 @@ fn uml(guest: &Guest, setup: &Setup<'_>) -> Result<Vec<OsString>> {
             busybox: busybox.as_os_str(),
             lines: ["/dev/tty1", "/dev/tty2", "/dev/tty3"],
             modules: modules.join(" "),
-            module_folder: kernel.as_os_str(),
+            module_directory: kernel.as_os_str(),
             terminal: setup.terminal,
             stdin_null: stdin_null(guest),
         },
@@ -142,7 +143,7 @@ fn qemu(guest: &Guest, setup: &Setup<'_>, cpus: u16) -> Result<Vec<OsString>> {
             busybox: OsStr::new("/bin/busybox"),
             lines: ["", if setup.terminal.is_some() { "/dev/hvc0" } else { "" }, ""],
             modules: "$(for module in $(/bin/busybox cat /modules/order); do echo /modules/$module; done)".into(),
-            module_folder: modules.as_os_str(),
+            module_directory: modules.as_os_str(),
             terminal: setup.terminal,
             stdin_null: stdin_null(guest),
         },

@@ -110,7 +110,7 @@ impl Running {
         let dir = tempfile::Builder::new()
             .prefix(DIR_PREFIX)
             .tempdir()
-            .context(|| "create a temporary folder for the guest".into())?;
+            .context(|| "create a temporary directory for the guest".into())?;
         let setup = machine::Setup { dir: dir.path(), terminal, kvm };
         let args = machine::build(guest, &setup)?;
 
@@ -324,7 +324,7 @@ fn launch(
     command
         .args([OsStr::new("-c"), OsStr::new(START), OsStr::new("ferry-guest"), log.as_os_str()])
         .args(args)
-        .env("TMPDIR", machine::memory_folder(guest.memory_mib))
+        .env("TMPDIR", machine::memory_directory(guest.memory_mib))
         .stdin(control)
         .stdout(out)
         .stderr(err)

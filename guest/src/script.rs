@@ -15,8 +15,8 @@ pub(crate) struct Machine<'a> {
     pub lines: [&'a str; 3],
     /// Modules to load, in order, as a shell word list.
     pub modules: String,
-    /// The folder of all modules, for modprobe.
-    pub module_folder: &'a OsStr,
+    /// The directory of all modules, for modprobe.
+    pub module_directory: &'a OsStr,
     /// The size of the terminal, when the command gets one.
     pub terminal: Option<(u16, u16)>,
     /// Whether standard input is empty.
@@ -37,7 +37,7 @@ pub(crate) fn init(guest: &Guest, machine: &Machine<'_>) -> Vec<u8> {
         out.assign(name, line);
     }
     out.raw(format!("[ $# -gt 0 ] || modules=\"{}\"\n", machine.modules).as_bytes());
-    out.assign("module_folder", machine.module_folder);
+    out.assign("module_directory", machine.module_directory);
     out.assign("stdin", if machine.stdin_null { "null" } else { "host" });
     let (rows, columns) = machine.terminal.unwrap_or_default();
     out.assign("terminal", if machine.terminal.is_some() { "1" } else { "0" });

@@ -32,7 +32,7 @@ pub struct ConvertOutcome {
 pub fn convert(
     remote: &Remote,
     output: &Path,
-    folder: &Path,
+    directory: &Path,
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<ConvertOutcome> {
@@ -45,10 +45,10 @@ pub fn convert(
     if let Some((manifest, digest)) = known.iter().find_map(|known| Some((known.manifest, known.tree?))) {
         return Ok(ConvertOutcome { digest, manifest, subject, sent_bytes: None });
     }
-    let store = Store::create(folder)?;
-    pull_compact(remote, &container, output, folder, jobs, progress)?;
+    let store = Store::create(directory)?;
+    pull_compact(remote, &container, output, directory, jobs, progress)?;
     let kind = PushAs::Referrer(&container);
-    let pushed = push_as(remote, (output, None), &store, folder, &kind, jobs, progress)?;
+    let pushed = push_as(remote, (output, None), &store, directory, &kind, jobs, progress)?;
     Ok(ConvertOutcome {
         digest: pushed.digest,
         manifest: pushed.manifest,

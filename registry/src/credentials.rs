@@ -1,4 +1,4 @@
-//! Registry credentials: from the files of podman and docker, a folder of such files, and the programs that these name.
+//! Registry credentials: from the files of podman and docker, a directory of such files, and the programs that these name.
 //!
 //! They are looked for each time that a server asks for them, because secrets change while a program runs.
 
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 
 /// The maximum length of a file in bytes, as of a secret of Kubernetes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// The maximum number of files in a folder.
+/// The maximum number of files in a directory.
 const FILES_MAX: usize = 256;
 /// The name that the key of a secret of Kubernetes has as a file.
 const SECRET_NAME: &str = ".dockerconfigjson";
@@ -100,12 +100,12 @@ pub(crate) struct Credentials {
     names: Vec<String>,
     /// A file that comes first, if it is there.
     first: Option<PathBuf>,
-    /// The file, or the folder with files.
+    /// The file, or the directory with files.
     named: Option<PathBuf>,
 }
 
 impl Credentials {
-    /// `named`: a file, or a folder of which all files are read; otherwise `REGISTRY_AUTH_FILE`, which may be either, too; otherwise
+    /// `named`: a file, or a directory of which all files are read; otherwise `REGISTRY_AUTH_FILE`, which may be either, too; otherwise
     /// podman's file, and docker's. An entry with a scheme applies to that scheme only, one with a path to the repositories below it.
     ///
     /// # Errors
@@ -116,8 +116,9 @@ impl Credentials {
         // The name under which docker logs in to docker.io.
         let hub = (host == "docker.io").then(|| "index.docker.io".to_owned());
         let hosts: Vec<String> = [Some(host.to_owned()), by_port, hub].into_iter().flatten().collect();
-        let folders = std::iter::successors(Some(repository), |path| path.rsplit_once('/').map(|(folder, _)| folder));
-        let below = folders.flat_map(|path| hosts.iter().map(move |host| format!("{host}/{path}")));
+        let directories =
+            std::iter::successors(Some(repository), |path| path.rsplit_once('/').map(|(directory, _)| directory));
+        let below = directories.flat_map(|path| hosts.iter().map(move |host| format!("{host}/{path}")));
         let own = hosts.iter().flat_map(|name| {
             let paths = ["", "/v1/", "/v2/"].map(|path| format!("{}://{name}{path}", base.scheme()));
             [name.clone()].into_iter().chain(paths)
@@ -183,8 +184,8 @@ impl Credentials {
         }
     }
 
-    /// Whether all files of a folder are read: others may have written some of them.
-    fn is_folder(&self) -> bool {
+    /// Whether all files of a directory are read: others may have written some of them.
+    fn is_directory(&self) -> bool {
         self.named.as_ref().is_some_and(|named| named.is_dir())
     }
 
@@ -192,12 +193,14 @@ impl Credentials {
     fn read(&self) -> Result<Vec<(PathBuf, Config)>> {
         let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let files = match &self.named {
-            Some(folder) if self.is_folder() => in_folder(folder).map_err(|reason| invalid(folder, reason))?,
+            Some(directory) if self.is_directory() => {
+                in_directory(directory).map_err(|reason| invalid(directory, reason))?
+            }
             Some(file) => vec![file.clone()],
             None => {
-                let podman = var("XDG_RUNTIME_DIR").map(|folder| folder.join("containers/auth.json"));
+                let podman = var("XDG_RUNTIME_DIR").map(|directory| directory.join("containers/auth.json"));
                 let docker = var("DOCKER_CONFIG").or_else(|| var("HOME").map(|home| home.join(".docker")));
-                podman.into_iter().chain(docker.map(|folder| folder.join("config.json"))).collect()
+                podman.into_iter().chain(docker.map(|directory| directory.join("config.json"))).collect()
             }
         };
         let mut configs = Vec::new();
@@ -205,7 +208,7 @@ impl Credentials {
             match read_file(&file) {
                 Ok(Some(config)) => configs.push((file, config)),
                 // Or it was replaced at this moment.
-                Ok(None) if self.named.is_none() || self.is_folder() => {}
+                Ok(None) if self.named.is_none() || self.is_directory() => {}
                 Ok(None) => self.refuse(&file, "there is no such file".into())?,
                 Err(reason) => self.refuse(&file, reason)?,
             }
@@ -213,10 +216,10 @@ impl Credentials {
         Ok(configs)
     }
 
-    /// Returns the error for a file. In a folder, one that is wrong must not keep the others from use.
+    /// Returns the error for a file. In a directory, one that is wrong must not keep the others from use.
     fn refuse(&self, file: &Path, reason: String) -> Result<()> {
         let error = invalid(file, reason);
-        if !self.is_folder() {
+        if !self.is_directory() {
             return Err(error);
         }
         tracing::warn!("{error}; the file is left out");
@@ -225,8 +228,8 @@ impl Credentials {
 
     /// Asks a program that a file names.
     fn ask(&self, helper: &str, file: &Path) -> Result<Option<Found>> {
-        if self.is_folder() {
-            tracing::warn!("{}: no program is started that a file of a folder names", file.display());
+        if self.is_directory() {
+            tracing::warn!("{}: no program is started that a file of a directory names", file.display());
             return Ok(None);
         }
         let server = if self.host == "docker.io" { "https://index.docker.io/v1/" } else { &self.host };
@@ -264,14 +267,14 @@ fn invalid(file: &Path, reason: String) -> Error {
     Error::Setting { what: format!("the credentials in {}", file.display()), reason }
 }
 
-/// Returns the files of a folder with credentials, in the order of their names. Kubernetes replaces them by a link to another folder.
-fn in_folder(folder: &Path) -> std::result::Result<Vec<PathBuf>, String> {
+/// Returns the files of a directory with credentials, in the order of their names. Kubernetes replaces them by a link to another directory.
+fn in_directory(directory: &Path) -> std::result::Result<Vec<PathBuf>, String> {
     let mut files = Vec::new();
-    for entry in std::fs::read_dir(folder).map_err(|error| error.to_string())? {
+    for entry in std::fs::read_dir(directory).map_err(|error| error.to_string())? {
         let name = entry.map_err(|error| error.to_string())?.file_name();
         let text = name.to_string_lossy();
         if text == SECRET_NAME || text.ends_with(".json") && !text.starts_with('.') {
-            files.push(folder.join(&name));
+            files.push(directory.join(&name));
         }
     }
     if files.len() > FILES_MAX {
@@ -290,8 +293,8 @@ mod tests {
 
     use super::*;
 
-    fn credentials(folder: &Path, repository: &str) -> Result<Credentials> {
-        Credentials::new(&"https://h.example/v2/".parse().unwrap(), "h.example", repository, Some(folder))
+    fn credentials(directory: &Path, repository: &str) -> Result<Credentials> {
+        Credentials::new(&"https://h.example/v2/".parse().unwrap(), "h.example", repository, Some(directory))
     }
 
     fn plain(found: Result<Option<Found>>) -> Option<String> {
@@ -300,8 +303,8 @@ mod tests {
 
     #[test]
     fn entries_match_a_host_or_repositories_below_a_path() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("auth.json");
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("auth.json");
         let text = r#"{"auths": {"h.example": {"auth": "YTpiYg==\n"}, "h.example/team": {"username": "team", "password": "x:y"},
             "https://h.example/team/app": {"auth": "!"}, "h.example/team/app": {"auth": "YXBwOnA="}, "other.example": {}}}"#;
         fs::write(&file, text).unwrap();
@@ -337,36 +340,36 @@ mod tests {
 
     /// As Kubernetes mounts secrets: files are links through a link that is replaced.
     #[test]
-    fn files_of_a_folder_are_read_each_time() {
-        let folder = tempfile::tempdir().unwrap();
-        let at = |name: &str| folder.path().join(name);
+    fn files_of_a_directory_are_read_each_time() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
         let entry = |name: &str, auth: &str| format!(r#"{{"auths": {{"{name}": {{"auth": "{auth}"}}}}}}"#);
-        let of_folder = credentials(folder.path(), "team/app").unwrap();
-        assert_eq!(plain(of_folder.find()), None);
-        assert!(of_folder.missing().contains("h.example in /"), "{}", of_folder.missing());
+        let of_directory = credentials(directory.path(), "team/app").unwrap();
+        assert_eq!(plain(of_directory.find()), None);
+        assert!(of_directory.missing().contains("h.example in /"), "{}", of_directory.missing());
         for (version, auth) in [("..1", "YTox"), ("..2", "YToy")] {
             fs::create_dir(at(version)).unwrap();
             fs::write(at(version).join(SECRET_NAME), entry("h.example", auth)).unwrap();
         }
         std::os::unix::fs::symlink("..1", at("..data")).unwrap();
         std::os::unix::fs::symlink(Path::new("..data").join(SECRET_NAME), at(SECRET_NAME)).unwrap();
-        assert_eq!(plain(of_folder.find()).as_deref(), Some("a:1"));
+        assert_eq!(plain(of_directory.find()).as_deref(), Some("a:1"));
         std::os::unix::fs::symlink("..2", at("..new")).unwrap();
         fs::rename(at("..new"), at("..data")).unwrap();
-        assert_eq!(plain(of_folder.find()).as_deref(), Some("a:2"));
+        assert_eq!(plain(of_directory.find()).as_deref(), Some("a:2"));
         // What is wrong, or names a program, keeps the others from nothing; the most specific entry counts, wherever it is.
         fs::write(at("0.json"), "{").unwrap();
         fs::write(at("1.json"), r#"{"credHelpers": {"h.example": "none"}, "credsStore": "none"}"#).unwrap();
         fs::write(at(".new.json"), entry("h.example/team/app", "eDp4")).unwrap();
-        assert_eq!(plain(of_folder.find()).as_deref(), Some("a:2"));
+        assert_eq!(plain(of_directory.find()).as_deref(), Some("a:2"));
         fs::write(at("z.json"), entry("h.example/team", "dDp0")).unwrap();
-        assert_eq!(plain(of_folder.find()).as_deref(), Some("t:t"));
+        assert_eq!(plain(of_directory.find()).as_deref(), Some("t:t"));
     }
 
     #[test]
     fn the_credentials_of_a_pull_come_first_if_there_are_any() {
-        let folder = tempfile::tempdir().unwrap();
-        let (named, first) = (folder.path().join("named"), folder.path().join("first"));
+        let directory = tempfile::tempdir().unwrap();
+        let (named, first) = (directory.path().join("named"), directory.path().join("first"));
         let write = |file: &Path, entry: &str, auth: &str| {
             fs::write(file, format!(r#"{{"auths": {{"{entry}": {{"auth": "{auth}"}}}}}}"#)).unwrap();
         };
@@ -384,8 +387,8 @@ mod tests {
 
     #[test]
     fn helpers_in_the_file_are_called() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("auth.json");
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("auth.json");
         fs::write(&file, r#"{"credHelpers": {"h.example": "ferry-none"}}"#).unwrap();
         let error = credentials(&file, "a").unwrap().find().err().unwrap().to_string();
         assert!(error.contains("docker-credential-ferry-none") && error.contains("h.example"), "{error}");

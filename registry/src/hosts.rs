@@ -102,7 +102,7 @@ impl Host {
         Self { url, pulls: true, resolves: true, authorities, clients, skip_verify: false, headers }
     }
 
-    fn new(text: &str, entry: Entry, folder: &Path) -> Result<Self, String> {
+    fn new(text: &str, entry: Entry, directory: &Path) -> Result<Self, String> {
         let mut url = url(text)?;
         if !entry.override_path && !url.path().ends_with("/v2") && !url.path().ends_with("/v2/") {
             url.set_path(&format!("{}/v2", url.path().trim_end_matches('/')));
@@ -121,7 +121,7 @@ impl Host {
                 headers.push((header.clone(), value.parse().map_err(|_| wrong())?));
             }
         }
-        let at = |path: String| folder.join(path);
+        let at = |path: String| directory.join(path);
         let clients = entry.client.map_or(Ok(Vec::new()), pairs).map_err(|why| format!("client of {text} {why}"))?;
         let clients = clients.into_iter().map(|(certificate, key)| (at(certificate), at(key))).collect();
         let authorities = entry.ca.map(Vec::from).unwrap_or_default().into_iter().map(at).collect();
@@ -178,12 +178,12 @@ fn url(text: &str) -> Result<Url, String> {
 }
 
 /// Parses a file's text: the servers of a registry in the order in which they are asked, the registry itself last. `server` is its
-/// address if the file names none; relative paths are relative to `folder`.
+/// address if the file names none; relative paths are relative to `directory`.
 ///
 /// # Errors
 ///
 /// What is wrong with it. Keys that are not known are left out, as containerd does.
-pub fn parse_hosts(text: &str, server: &str, folder: &Path) -> Result<Vec<Host>, String> {
+pub fn parse_hosts(text: &str, server: &str, directory: &Path) -> Result<Vec<Host>, String> {
     // The message of the library would quote the line, and headers can be secrets.
     let wrong = |error: toml::de::Error| match error.span() {
         Some(span) => {
@@ -201,20 +201,20 @@ pub fn parse_hosts(text: &str, server: &str, folder: &Path) -> Result<Vec<Host>,
     hosts.sort_by_key(|(_, entry)| entry.span().start);
     let mut found = Vec::new();
     for (url, entry) in hosts {
-        found.push(Host::new(&url, entry.into_inner(), folder)?);
+        found.push(Host::new(&url, entry.into_inner(), directory)?);
     }
     let server = own.server.clone().filter(|server| !server.is_empty()).unwrap_or_else(|| server.to_owned());
-    found.push(Host::new(&server, own, folder)?);
+    found.push(Host::new(&server, own, directory)?);
     Ok(found)
 }
 
-/// Returns the servers of a registry by the files in these folders, as containerd finds them, or `None` if no file describes it.
-pub(crate) fn find(folders: &[PathBuf], registry: &str, server: &str) -> error::Result<Option<Vec<Host>>> {
+/// Returns the servers of a registry by the files in these directories, as containerd finds them, or `None` if no file describes it.
+pub(crate) fn find(directories: &[PathBuf], registry: &str, server: &str) -> error::Result<Option<Vec<Host>>> {
     let by_port = registry.rsplit_once(':').map(|(host, port)| format!("{host}_{port}_"));
     let names = by_port.as_deref().into_iter().chain([registry, "_default"]);
     let names: Vec<&str> = names.filter(|name| !matches!(*name, "" | "." | "..") && !name.contains('/')).collect();
-    for folder in folders.iter().flat_map(|folder| names.iter().map(|name| folder.join(name))) {
-        let path = folder.join("hosts.toml");
+    for directory in directories.iter().flat_map(|directory| names.iter().map(|name| directory.join(name))) {
+        let path = directory.join("hosts.toml");
         let invalid = |reason: String| Error::Setting { what: path.display().to_string(), reason };
         let mut text = String::new();
         match fs::File::open(&path).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text)) {
@@ -225,7 +225,7 @@ pub(crate) fn find(folders: &[PathBuf], registry: &str, server: &str) -> error::
             }
             Ok(_) => {}
         }
-        return parse_hosts(&text, server, &folder).map(Some).map_err(invalid);
+        return parse_hosts(&text, server, &directory).map(Some).map_err(invalid);
     }
     Ok(None)
 }
@@ -310,13 +310,15 @@ mod tests {
 
     #[test]
     fn files_are_found_as_containerd_finds_them() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let add = |name: &str| {
-            fs::create_dir(folder.path().join(name)).unwrap();
-            fs::write(folder.path().join(name).join("hosts.toml"), format!("server = \"https://of-{name}\"")).unwrap();
+            fs::create_dir(directory.path().join(name)).unwrap();
+            fs::write(directory.path().join(name).join("hosts.toml"), format!("server = \"https://of-{name}\""))
+                .unwrap();
         };
-        let folders = [folder.path().join("none"), folder.path().to_owned()];
-        let found = |registry: &str| find(&folders, registry, "https://x").unwrap().map(|all| all[0].url.to_string());
+        let directories = [directory.path().join("none"), directory.path().to_owned()];
+        let found =
+            |registry: &str| find(&directories, registry, "https://x").unwrap().map(|all| all[0].url.to_string());
         assert_eq!(found("h.example"), None);
         add("h.example");
         add("h.example_5000_");
@@ -326,7 +328,7 @@ mod tests {
         add("_default");
         assert_eq!(found("other.example").unwrap(), "https://of-_default/v2/");
         assert_eq!(found("..").unwrap(), "https://of-_default/v2/");
-        fs::write(folder.path().join("_default/hosts.toml"), vec![b'#'; 300 << 10]).unwrap();
-        assert!(find(&folders, "x", "https://x").unwrap_err().to_string().contains("more than"));
+        fs::write(directory.path().join("_default/hosts.toml"), vec![b'#'; 300 << 10]).unwrap();
+        assert!(find(&directories, "x", "https://x").unwrap_err().to_string().contains("more than"));
     }
 }

@@ -51,9 +51,9 @@ pub struct Options {
     pub limits: Limits,
     /// The maximum number of concurrent requests; further ones wait. At least 1.
     pub requests_max: usize,
-    /// Folders with containerd's `hosts.toml` files; the first one that describes a registry counts.
+    /// Directories with containerd's `hosts.toml` files; the first one that describes a registry counts.
     pub hosts: Vec<PathBuf>,
-    /// The file with credentials, or a folder of such files; otherwise those that podman and docker use. They are read when a server asks.
+    /// The file with credentials, or a directory of such files; otherwise those that podman and docker use. They are read when a server asks.
     pub credentials: Option<PathBuf>,
     /// A file with credentials that come before these. It may be missing.
     pub pull_credentials: Option<PathBuf>,

@@ -146,8 +146,8 @@ pub(crate) fn build_tables(
     let _slot = table_slot();
     let layers = tables(remote, container)?;
     let failed = |error: ferry_image::Error| Refusal::Failed(error.into());
-    let folder = folder_beside(output).map_err(Refusal::Failed)?;
-    let new = folder.path().join("image");
+    let directory = directory_beside(output).map_err(Refusal::Failed)?;
+    let new = directory.path().join("image");
     let store = Store::create(store).map_err(failed)?;
     let digest = build_layers(&layers, &container.manifest.0, &new, &store).map_err(|error| match error {
         BuildLayersError::Refused(reason) => Refusal::Whole(reason),
@@ -179,10 +179,10 @@ fn list_first(layers: &[Layer], image: &Path) -> Result<()> {
     write_beside(image, &text, false)
 }
 
-/// Creates a folder for an image that gets its name when it is the right one.
-fn folder_beside(output: &Path) -> Result<TempDir> {
+/// Creates a directory for an image that gets its name when it is the right one.
+fn directory_beside(output: &Path) -> Result<TempDir> {
     let parent = parent_dir(output);
-    with_path("create a folder in", parent, tempfile::Builder::new().prefix(".new-").tempdir_in(parent))
+    with_path("create a directory in", parent, tempfile::Builder::new().prefix(".new-").tempdir_in(parent))
 }
 
 /// Gives a new image its name if it is the expected one.
@@ -192,8 +192,8 @@ fn publish(remote: &Remote, new: &Path, output: &Path, (found, expected): (Diges
         return Err(Error::Container { name: remote.reference().to_string(), reason });
     }
     with_path("create", output, fs::rename(new, output))?;
-    let folder = parent_dir(output);
-    with_path("sync", folder, File::open(folder).and_then(|folder| folder.sync_all()))
+    let directory = parent_dir(output);
+    with_path("sync", directory, File::open(directory).and_then(|directory| directory.sync_all()))
 }
 
 /// Fetches the index of a layer's pack again, for a store that has lost it. Not all layers need a table of contents.
@@ -266,11 +266,11 @@ fn pull_and_build(
             format!("its configuration has {} bytes; the maximum is {CONFIG_BYTES_MAX}", container.config.bytes);
         return Err(Error::Container { name: remote.reference().to_string(), reason });
     }
-    let folder = folder_beside(output)?;
+    let directory = directory_beside(output)?;
     let kept = Store::create(store)?;
-    let bundle = kept.temporary_folder()?;
+    let bundle = kept.temporary_directory()?;
     fetch_bundle(remote, container, bundle.path(), jobs, progress)?;
-    let (mut source, new) = (std::ffi::OsString::from("oci:"), folder.path().join("image"));
+    let (mut source, new) = (std::ffi::OsString::from("oci:"), directory.path().join("image"));
     source.push(bundle.path());
     let built = build(source.as_ref(), &new)?;
     drop((bundle, kept));
@@ -284,18 +284,18 @@ fn pull_and_build(
 fn fetch_bundle(
     remote: &Remote,
     container: &Container,
-    folder: &Path,
+    directory: &Path,
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<()> {
-    let blobs = folder.join("blobs/sha256");
+    let blobs = directory.join("blobs/sha256");
     with_path("create", &blobs, fs::create_dir_all(&blobs))?;
     let write = |path: &Path, bytes: &[u8]| with_path("write to", path, fs::write(path, bytes));
     let (digest, size) = (format!("sha256:{}", container.manifest), container.bytes.len());
     let index = json!({"schemaVersion": 2,
         "manifests": [{"mediaType": container.media_type, "digest": digest, "size": size}]});
-    write(&folder.join("oci-layout"), br#"{"imageLayoutVersion": "1.0.0"}"#)?;
-    write(&folder.join("index.json"), index.to_string().as_bytes())?;
+    write(&directory.join("oci-layout"), br#"{"imageLayoutVersion": "1.0.0"}"#)?;
+    write(&directory.join("index.json"), index.to_string().as_bytes())?;
     write(&blobs.join(container.manifest.to_string()), &container.bytes)?;
     let mut wanted: Vec<Blob> = container.layers.iter().map(|ContainerLayer { blob, .. }| *blob).collect();
     wanted.push(container.config);
@@ -317,18 +317,18 @@ fn fetch_bundle(
     };
     thread::scope(|scope| (0..jobs.max(1)).for_each(|_| _ = scope.spawn(work)));
     failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)?;
-    shorten(remote, container, folder)
+    shorten(remote, container, directory)
 }
 
 /// Removes the upper layers, which were not fetched, from a bundle's documents.
-fn shorten(remote: &Remote, container: &Container, folder: &Path) -> Result<()> {
+fn shorten(remote: &Remote, container: &Container, directory: &Path) -> Result<()> {
     let invalid = |error: serde_json::Error| Error::Container {
         name: remote.reference().to_string(),
         reason: format!("its documents: {error}"),
     };
     let count = container.layers.len();
     let mut manifest: Value = serde_json::from_slice(&container.bytes).map_err(invalid)?;
-    let blobs = folder.join("blobs/sha256");
+    let blobs = directory.join("blobs/sha256");
     let Some(layers) = manifest["layers"].as_array_mut().filter(|layers| layers.len() > count) else { return Ok(()) };
     layers.truncate(count);
     let write = |path: &Path, bytes: &[u8]| with_path("write to", path, fs::write(path, bytes));
@@ -346,7 +346,7 @@ fn shorten(remote: &Remote, container: &Container, folder: &Path) -> Result<()> 
     (manifest["config"]["digest"], manifest["config"]["size"]) = (digest.into(), size.into());
     let (digest, size) = put(&manifest)?;
     let entry = json!({"mediaType": container.media_type, "digest": digest, "size": size});
-    write(&folder.join("index.json"), json!({"schemaVersion": 2, "manifests": [entry]}).to_string().as_bytes())
+    write(&directory.join("index.json"), json!({"schemaVersion": 2, "manifests": [entry]}).to_string().as_bytes())
 }
 
 /// Fetches a blob to a file, and verifies it.

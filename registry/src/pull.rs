@@ -223,8 +223,9 @@ fn open(
 
 /// Fetches the image to a file beside its destination, verified by its blob digest.
 fn fetch_image(remote: &Remote, blob: Blob, output: &Path) -> Result<tempfile::NamedTempFile> {
-    let folder = parent_dir(output);
-    let new = with_path("create a file in", folder, tempfile::Builder::new().prefix(".new-").tempfile_in(folder))?;
+    let directory = parent_dir(output);
+    let new =
+        with_path("create a file in", directory, tempfile::Builder::new().prefix(".new-").tempfile_in(directory))?;
     match remote.read_verified(blob, &mut |at, piece| new.as_file().write_all_at(piece, at)) {
         Err(Error::Sink(error)) => with_path("write to", new.path(), Err(error)),
         outcome => outcome.map(|()| new),
@@ -237,6 +238,6 @@ fn publish(new: tempfile::NamedTempFile, output: &Path) -> Result<()> {
     with_path("change", new.path(), new.as_file().set_permissions(std::fs::Permissions::from_mode(0o444)))?;
     with_path("sync", new.path(), new.as_file().sync_all())?;
     with_path("create", output, new.persist(output).map_err(|error| error.error))?;
-    let folder = parent_dir(output);
-    with_path("sync", folder, std::fs::File::open(folder).and_then(|folder| folder.sync_all()))
+    let directory = parent_dir(output);
+    with_path("sync", directory, std::fs::File::open(directory).and_then(|directory| directory.sync_all()))
 }

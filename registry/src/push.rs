@@ -53,7 +53,7 @@ struct PartSource<'a> {
 
 impl<'a> PartSource<'a> {
     /// Concatenates composefs's objects.
-    fn concatenate(list: Vec<FileObject>, objects: &'a Objects, folder: &Path) -> Self {
+    fn concatenate(list: Vec<FileObject>, objects: &'a Objects, directory: &Path) -> Self {
         let begin = |end: &mut u64, object: &FileObject| {
             let begin = *end;
             *end = end.saturating_add(object.bytes);
@@ -65,7 +65,7 @@ impl<'a> PartSource<'a> {
             let Some(number) = begins.partition_point(|begin| *begin <= at).checked_sub(1) else { return Ok(0) };
             objects.read_object(&list[number], at - begins[number], buffer).map_err(io::Error::other)
         };
-        Self { path: folder.into(), read_at: Box::new(read_at) }
+        Self { path: directory.into(), read_at: Box::new(read_at) }
     }
 }
 
@@ -89,24 +89,24 @@ pub fn push(
     image: &Path,
     digest: Option<Digest>,
     store: &Store,
-    folder: &Path,
+    directory: &Path,
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<PushOutcome> {
-    push_as(remote, (image, digest), store, folder, &PushAs::Named, jobs, progress)
+    push_as(remote, (image, digest), store, directory, &PushAs::Named, jobs, progress)
 }
 
 pub(crate) fn push_as(
     remote: &Remote,
     (image, digest): (&Path, Option<Digest>),
     store: &Store,
-    folder: &Path,
+    directory: &Path,
     kind: &PushAs<'_>,
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<PushOutcome> {
     let opened = Image::open(image, digest)?;
-    let objects = Objects::open(&opened, folder)?;
+    let objects = Objects::open(&opened, directory)?;
     objects.verify_all()?;
     objects.verify_tree(&opened)?;
     let metadata = std::fs::read(image).map_err(|source| io_error("read", image, source))?;
@@ -140,7 +140,7 @@ pub(crate) fn push_as(
             blobs.push(NewBlob::Part(sources.len(), from, bytes));
             from += bytes;
         }
-        sources.push(PartSource::concatenate(list, &objects, folder));
+        sources.push(PartSource::concatenate(list, &objects, directory));
         names.push(opened.digest());
     }
     let (blobs, sent_bytes) = upload(remote, &blobs, &sources, jobs, progress)?;

@@ -117,9 +117,9 @@ impl Remote {
             Location::Oci { scheme, host, name } => {
                 let base = Oci::base(*scheme, host, name, options.plain_http)?;
                 // Who names a scheme means that server.
-                let folders = if scheme.is_none() { &*options.hosts } else { &[] };
+                let directories = if scheme.is_none() { &*options.hosts } else { &[] };
                 let server = base[..url::Position::BeforePath].to_owned();
-                let found = hosts::find(folders, host, &server)?;
+                let found = hosts::find(directories, host, &server)?;
                 // Another server is told of which registry an image is.
                 let origin = base.origin();
                 let registry = |found: &Host| (found.url.origin() != origin).then(|| host.clone());

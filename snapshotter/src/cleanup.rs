@@ -28,12 +28,12 @@ impl Snapshotter {
             // Before the only other copy is removed.
             self.restore_image(record)?;
             self.remove_upper(id)?;
-        } else if !self.folders.upper(id).exists() {
-            tracing::error!("the directory of snapshot {name} is missing: {}", self.folders.upper(id).display());
+        } else if !self.directories.upper(id).exists() {
+            tracing::error!("the directory of snapshot {name} is missing: {}", self.directories.upper(id).display());
         }
-        let entries = match fs::read_dir(self.folders.snapshot(id)) {
+        let entries = match fs::read_dir(self.directories.snapshot(id)) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-            entries => entries.doing("list", self.folders.snapshot(id))?,
+            entries => entries.doing("list", self.directories.snapshot(id))?,
         };
         let kept: &[&str] = match is_directory {
             true => &["fs", "work", "lower", "applied", "share"],
@@ -56,20 +56,20 @@ impl Snapshotter {
     /// The file system refuses.
     pub fn cleanup(&self) -> Result<()> {
         let unknown: Vec<_> = self.metadata.with_ids(|ids| {
-            let take = |folder: PathBuf| {
-                let id = folder.file_name().and_then(|id| id.to_str()?.parse().ok());
-                id.into_iter().for_each(|id| self.shares.end(id, &folder));
-                unmount_in(&folder)?;
-                self.folders.take(&folder)
+            let take = |directory: PathBuf| {
+                let id = directory.file_name().and_then(|id| id.to_str()?.parse().ok());
+                id.into_iter().for_each(|id| self.shares.end(id, &directory));
+                unmount_in(&directory)?;
+                self.directories.take(&directory)
             };
-            self.folders.unknown(|id| ids.contains(&id))?.into_iter().map(take).collect::<Result<_>>()
+            self.directories.unknown(|id| ids.contains(&id))?.into_iter().map(take).collect::<Result<_>>()
         })?;
         // Removing takes long, and others can change snapshots meanwhile.
         for name in unknown.into_iter().flatten() {
             tracing::info!("removing a directory without a snapshot");
-            self.folders.remove_trash(&name)?;
+            self.directories.remove_trash(&name)?;
         }
-        log_failure(self.folders.empty_trash(unmount_in));
+        log_failure(self.directories.empty_trash(unmount_in));
         let known = || {
             let mut known: Vec<RemoteLayers> = Vec::new();
             self.metadata.for_each(|_, record| {
@@ -104,13 +104,13 @@ impl Snapshotter {
 
     /// Restores the image of a layer: after a power failure the record can exist without the file's second name.
     fn restore_image(&self, record: &Record) -> Result<()> {
-        let (Some(image), path) = (&record.image, self.folders.image(record.id)) else { return Ok(()) };
+        let (Some(image), path) = (&record.image, self.directories.image(record.id)) else { return Ok(()) };
         if path.exists() {
             return Ok(());
         }
         match self.layers.applied(record.id)? {
             Some(applied) if applied.image.digest == image.digest => {
-                let applied = self.folders.applied(record.id);
+                let applied = self.directories.applied(record.id);
                 fs::rename(&applied, &path).doing("rename", applied)
             }
             _ => Ok(()),
@@ -120,7 +120,7 @@ impl Snapshotter {
     /// Removes the directory that an image has replaced.
     pub(crate) fn remove_upper(&self, id: u64) -> Result<()> {
         self.layers.remove_applied(id)?;
-        self.folders.discard(&self.folders.work(id))?;
-        self.folders.discard(&self.folders.upper(id))
+        self.directories.discard(&self.directories.work(id))?;
+        self.directories.discard(&self.directories.upper(id))
     }
 }

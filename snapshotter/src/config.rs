@@ -27,9 +27,9 @@ pub struct LazyConfig {
     pub converted_from: Vec<String>,
     /// Those whose lists of files to fetch first are used; the lists are stored beside images.
     pub traces_from: Vec<String>,
-    /// The folders with containerd's `hosts.toml` files: its `config_path`.
+    /// The directories with containerd's `hosts.toml` files: its `config_path`.
     pub hosts: Vec<PathBuf>,
-    /// The file with credentials, as docker and podman write it, or a folder of such files; otherwise theirs.
+    /// The file with credentials, as docker and podman write it, or a directory of such files; otherwise theirs.
     pub credentials: Option<PathBuf>,
     /// containerd's socket, to which the calls of CRI's image service go on that come to this program's. Lazy images use the credentials of
     /// their pulls. `None`: such calls are refused.
@@ -108,18 +108,18 @@ impl Config {
     /// The file that is read if it exists and no other one is named.
     pub const PATH: &str = "/etc/ferry/snapshotter.toml";
 
-    /// Parses a file's text. Relative paths are relative to the file's own folder.
+    /// Parses a file's text. Relative paths are relative to the file's own directory.
     ///
     /// # Errors
     ///
     /// The file is invalid; the error has the reason and the position.
-    pub fn parse(text: &str, folder: &Path) -> Result<Self, toml::de::Error> {
+    pub fn parse(text: &str, directory: &Path) -> Result<Self, toml::de::Error> {
         let mut config: Self = toml::from_str(text)?;
         let Self { root, address, containerd_root, lazy, virtiofs, .. } = &mut config;
         let LazyConfig { hosts, credentials, image_service, program, .. } = lazy;
         let all = [root, address, containerd_root].into_iter().chain(hosts).chain(credentials).chain(image_service);
         for path in all.chain(program).chain(&mut virtiofs.socket_directory) {
-            *path = folder.join(&*path);
+            *path = directory.join(&*path);
         }
         Ok(config)
     }

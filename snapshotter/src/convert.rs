@@ -74,7 +74,7 @@ impl Snapshotter {
 
     /// Makes one of them an image, if there is room.
     fn convert(&self, name: &str, record: &Record) -> Result<()> {
-        let store = self.folders.store();
+        let store = self.directories.store();
         let disk = statvfs(&store).doing("inspect", store)?;
         let needed = u64::try_from(record.usage.bytes).unwrap_or(0).saturating_add(ROOM_BYTES);
         if disk.f_bavail.saturating_mul(disk.f_frsize) < needed {

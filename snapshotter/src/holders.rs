@@ -32,7 +32,7 @@ impl Snapshotter {
             if let Some(image) = self.image_of(&record)? {
                 let of_remote = || record.remote.as_ref().map(|remote| remote.container.clone());
                 let container = record.labels.get(IMAGE_LABEL).cloned().or_else(of_remote);
-                let image = image.strip_prefix(self.folders.root()).unwrap_or(&image).display().to_string();
+                let image = image.strip_prefix(self.directories.root()).unwrap_or(&image).display().to_string();
                 found.push(HeldImage { image, snapshot: name.to_owned(), container, uses: Vec::new(), uses_count: 0 });
             }
             Ok(())
@@ -47,9 +47,9 @@ impl Snapshotter {
     fn image_of(&self, record: &Record) -> Result<Option<PathBuf>> {
         Ok(match &record.remote {
             Some(remote) => Some(self.lazy.image(remote)),
-            None if record.image.is_some() => Some(self.folders.image(record.id)),
+            None if record.image.is_some() => Some(self.directories.image(record.id)),
             None if record.kind() == Kind::Active && self.layers.is_applied(record.id)? => {
-                Some(self.folders.applied(record.id))
+                Some(self.directories.applied(record.id))
             }
             None => None,
         })

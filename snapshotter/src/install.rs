@@ -36,8 +36,8 @@ const IN_CHROOT: [(&str, &str); 3] =
 ///
 /// A file cannot be read or written, or the node's systemd does not start the unit. Copied files stay.
 pub fn install(node: &Path) -> Result<()> {
-    let folder = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let root = openat(CWD, node, folder, Mode::empty())
+    let directory = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = openat(CWD, node, directory, Mode::empty())
         .with_context(|| format!("cannot open the node's root {}: mount it as a volume", node.display()))?;
     check_processes(node)?;
     let this = std::env::current_exe().context("cannot find this program")?;
@@ -102,31 +102,31 @@ fn below(root: &OwnedFd, node: &Path, path: &str) -> Result<OwnedFd> {
 }
 
 /// Creates or replaces a file atomically; returns false if it is there already.
-fn put(folder: &OwnedFd, name: &Path, mode: u32, bytes: &[u8]) -> io::Result<bool> {
+fn put(directory: &OwnedFd, name: &Path, mode: u32, bytes: &[u8]) -> io::Result<bool> {
     let mode = Mode::from_raw_mode(mode);
-    if is_there(folder, name, mode, bytes).unwrap_or(false) {
+    if is_there(directory, name, mode, bytes).unwrap_or(false) {
         return Ok(false);
     }
-    match unlinkat(folder, NEW, AtFlags::empty()) {
+    match unlinkat(directory, NEW, AtFlags::empty()) {
         Err(error) if error != Errno::NOENT => return Err(error.into()),
         _ => {}
     }
     let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
-    let mut file = File::from(openat(folder, NEW, flags, Mode::from_raw_mode(0o600))?);
+    let mut file = File::from(openat(directory, NEW, flags, Mode::from_raw_mode(0o600))?);
     let written = file
         .write_all(bytes)
         .and_then(|()| Ok(fchmod(&file, mode)?))
         .and_then(|()| Ok(fsync(&file)?))
-        .and_then(|()| Ok(renameat(folder, NEW, folder, name)?));
+        .and_then(|()| Ok(renameat(directory, NEW, directory, name)?));
     if written.is_err() {
-        let _ = unlinkat(folder, NEW, AtFlags::empty());
+        let _ = unlinkat(directory, NEW, AtFlags::empty());
     }
     written.map(|()| true)
 }
 
-fn is_there(folder: &OwnedFd, name: &Path, mode: Mode, bytes: &[u8]) -> io::Result<bool> {
+fn is_there(directory: &OwnedFd, name: &Path, mode: Mode, bytes: &[u8]) -> io::Result<bool> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let mut file = File::from(openat(folder, name, flags, Mode::empty())?);
+    let mut file = File::from(openat(directory, name, flags, Mode::empty())?);
     let found = fstat(&file)?;
     if !FileType::from_raw_mode(found.st_mode).is_file()
         || Mode::from_raw_mode(found.st_mode) != mode

@@ -22,9 +22,9 @@ use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
 
 use crate::config::Images;
+use crate::directories::{Directories, MERGED};
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
-use crate::folders::{Folders, MERGED};
 use crate::idmap::IdMaps;
 use crate::idmapped;
 use crate::metadata::LayerImage;
@@ -34,7 +34,7 @@ use crate::overlay;
 /// The images of layers.
 #[derive(Debug)]
 pub struct Layers {
-    pub(crate) folders: Folders,
+    pub(crate) directories: Directories,
     /// Whether committed layers become images.
     pub(crate) builds: bool,
     /// One image is built at a time: a build uses all processors.
@@ -57,11 +57,11 @@ impl Layers {
     /// # Errors
     ///
     /// There is no overlayfs here; or, if images are required, no EROFS.
-    pub fn new(folders: Folders, images: Images) -> Result<Self> {
-        let builds = match (probe(&folders, images != Images::Never), images) {
+    pub fn new(directories: Directories, images: Images) -> Result<Self> {
+        let builds = match (probe(&directories, images != Images::Never), images) {
             (Err(error), Images::Auto) => {
                 tracing::warn!("{}: committed layers stay directories", told(&error));
-                probe(&folders, false)?;
+                probe(&directories, false)?;
                 false
             }
             (tried, _) => {
@@ -70,7 +70,7 @@ impl Layers {
             }
         };
         Ok(Self {
-            folders,
+            directories,
             builds,
             building: Mutex::default(),
             mounting: Mutex::default(),
@@ -122,7 +122,7 @@ impl Layers {
     ///
     /// The kernel's mount table cannot be read.
     pub fn is_mounted(&self, id: u64) -> Result<bool> {
-        mounted::is_in_use(&self.folders.upper(id))
+        mounted::is_in_use(&self.directories.upper(id))
     }
 
     fn note_not_built(&self, id: u64, error: &Error) {
@@ -135,12 +135,12 @@ impl Layers {
     }
 
     fn try_build(&self, id: u64) -> Result<LayerImage> {
-        let upper = self.folders.upper(id);
+        let upper = self.directories.upper(id);
         let _building = lock(&self.building);
         // Remains of a commit with an unknown outcome.
         self.remove_image(id)?;
-        let store = Store::create(&self.folders.store())?;
-        let report = build(&upper, &self.folders.image(id), store, &BuildOptions::default(), &|_, _| {})?;
+        let store = Store::create(&self.directories.store())?;
+        let report = build(&upper, &self.directories.image(id), store, &BuildOptions::default(), &|_, _| {})?;
         let image = recorded(&report);
         self.mount(id, &image)?;
         Ok(image)
@@ -156,7 +156,7 @@ impl Layers {
 
     pub(crate) fn remove_image(&self, id: u64) -> Result<()> {
         self.unmount(id)?;
-        let path = self.folders.image(id);
+        let path = self.directories.image(id);
         match fs::remove_file(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             removed => removed.doing("remove", path),
@@ -169,7 +169,7 @@ impl Layers {
     ///
     /// The image is missing or damaged, or the kernel refuses it.
     pub fn mount(&self, id: u64, image: &LayerImage) -> Result<PathBuf> {
-        self.mount_image(&self.folders.image(id), &image.digest, self.folders.layer(id))
+        self.mount_image(&self.directories.image(id), &image.digest, self.directories.layer(id))
     }
 
     /// Mounts the merged image of layers (highest first), unless it is mounted; returns the mount point. Builds the image if it is missing,
@@ -184,7 +184,8 @@ impl Layers {
         if lock(&self.not_merged).contains(&id) {
             return None;
         }
-        let mount = |digest: &str| self.mount_image(&self.folders.merged_image(id), digest, self.folders.merged(id));
+        let mount =
+            |digest: &str| self.mount_image(&self.directories.merged_image(id), digest, self.directories.merged(id));
         if !digest.is_empty() {
             match mount(digest) {
                 Ok(at) => return Some(at),
@@ -194,7 +195,7 @@ impl Layers {
         let made = self.merge(layers).and_then(|digest| {
             record(&digest)?;
             // A mount that an earlier process did not record.
-            erofs::unmount_all(&self.folders.merged(id))?;
+            erofs::unmount_all(&self.directories.merged(id))?;
             mount(&digest)
         });
         made.inspect_err(|error| {
@@ -209,11 +210,11 @@ impl Layers {
     /// Merges layers to one image; returns its digest. It does not wait for builds, because a start must not wait for a pull.
     fn merge(&self, layers: &[(u64, &LayerImage)]) -> Result<String> {
         let image = |(id, image): &(u64, &LayerImage)| {
-            let path = self.folders.image(*id);
+            let path = self.directories.image(*id);
             Ok((path.clone(), digest_of(&path, &image.digest)?))
         };
         let images = layers.iter().map(image).collect::<Result<Vec<_>>>()?;
-        let merged = merge(&images, &self.folders.merged_image(layers.first().map_or(0, |(id, _)| *id)))?;
+        let merged = merge(&images, &self.directories.merged_image(layers.first().map_or(0, |(id, _)| *id)))?;
         Ok(merged.to_string())
     }
 
@@ -221,7 +222,7 @@ impl Layers {
         let _mounting = lock(&self.mounting);
         if !erofs::is_mounted(&at)? {
             let image = Image::open(path, Some(digest_of(path, digest)?))?;
-            let store = Store::open(&self.folders.store())?;
+            let store = Store::open(&self.directories.store())?;
             let packs: Vec<PathBuf> = image.packs().iter().map(|pack| store.pack_path(pack.name)).collect();
             match fs::create_dir(&at) {
                 Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error).doing("create", &at)?,
@@ -238,12 +239,12 @@ impl Layers {
     /// The kernel refuses.
     pub fn idmap(&self, id: u64, layers: &[PathBuf], maps: &IdMaps) -> Result<Vec<PathBuf>> {
         let _mounting = lock(&self.mounting);
-        let folder = self.folders.lower(id);
+        let directory = self.directories.lower(id);
         // Layers that were stacked before and are merged now have other mounts.
         let name = |(number, layer): (usize, &PathBuf)| {
             if layer.ends_with(MERGED) { MERGED.to_owned() } else { number.to_string() }
         };
-        let at: Vec<PathBuf> = layers.iter().enumerate().map(|layer| folder.join(name(layer))).collect();
+        let at: Vec<PathBuf> = layers.iter().enumerate().map(|layer| directory.join(name(layer))).collect();
         let mut namespace = None;
         for (layer, at) in layers.iter().zip(&at) {
             if erofs::shows(at, layer)? {
@@ -267,7 +268,7 @@ impl Layers {
     /// The kernel refuses.
     pub fn unmount(&self, id: u64) -> Result<()> {
         let _mounting = lock(&self.mounting);
-        unmount_in(&self.folders.snapshot(id))
+        unmount_in(&self.directories.snapshot(id))
     }
 
     /// Records that the image of a layer was removed.
@@ -313,9 +314,9 @@ impl Layers {
         let needed = needed()?;
         let packs: BTreeSet<Digest> =
             needed.union(incomplete).filter_map(|name| Digest::from_hex(Algorithm::Blake3, name.as_bytes())).collect();
-        drop(Store::create(&self.folders.store())?);
-        let store = ExclusiveStore::lock(&self.folders.store(), &|| {
-            tracing::warn!("another process uses the store {}: waiting", self.folders.store().display());
+        drop(Store::create(&self.directories.store())?);
+        let store = ExclusiveStore::lock(&self.directories.store(), &|| {
+            tracing::warn!("another process uses the store {}: waiting", self.directories.store().display());
         })?;
         let live = LiveSet { packs, objects: BTreeSet::new() };
         let report = store.collect(&live, Duration::ZERO, false)?;
@@ -324,7 +325,7 @@ impl Layers {
             let pack = name.split('.').next().unwrap_or(name);
             Digest::from_hex(Algorithm::Blake3, pack.as_bytes()).is_none_or(|pack| live.packs.contains(&pack))
         };
-        let files = fs::read_dir(self.folders.store().join("packs")).into_iter().flatten().flatten();
+        let files = fs::read_dir(self.directories.store().join("packs")).into_iter().flatten().flatten();
         if !files.map(|file| file.file_name()).all(|name| name.to_str().is_none_or(is_needed)) {
             self.note_garbage();
         }
@@ -343,9 +344,9 @@ impl Layers {
 /// # Errors
 ///
 /// The kernel refuses.
-pub fn unmount_in(folder: &Path) -> Result<()> {
-    ["layer", MERGED].iter().try_for_each(|name| erofs::unmount_all(&folder.join(name)))?;
-    let lower = folder.join("lower");
+pub fn unmount_in(directory: &Path) -> Result<()> {
+    ["layer", MERGED].iter().try_for_each(|name| erofs::unmount_all(&directory.join(name)))?;
+    let lower = directory.join("lower");
     // In the trash it may be an image's own, even a symbolic link.
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let opened = match openat(CWD, &lower, flags, Mode::empty()) {
@@ -378,34 +379,34 @@ fn recorded(report: &BuildReport) -> LayerImage {
 }
 
 /// Tests overlayfs, and with `images` EROFS below it, as they will be used; removes the files of the test.
-fn probe(folders: &Folders, images: bool) -> Result<()> {
-    let folder = folders.probe();
-    let at = folder.join("layer");
+fn probe(directories: &Directories, images: bool) -> Result<()> {
+    let directory = directories.probe();
+    let at = directory.join("layer");
     let clean = || {
         erofs::unmount_all(&at)?;
-        match fs::remove_dir_all(&folder) {
+        match fs::remove_dir_all(&directory) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-            removed => removed.doing("remove", &folder),
+            removed => removed.doing("remove", &directory),
         }
     };
     clean()?;
     for name in ["tree", "upper", "work", "layer"] {
-        let path = folder.join(name);
+        let path = directory.join(name);
         fs::create_dir_all(&path).doing("create", path)?;
     }
     let tried = (|| {
         if images {
-            probe_image(&folder, &at)?;
+            probe_image(&directory, &at)?;
         }
-        overlay::check(&folder.join("upper"), &folder.join("work"), &at)
+        overlay::check(&directory.join("upper"), &directory.join("work"), &at)
     })();
     clean().and(tried)
 }
 
 /// Builds an image of two files, mounts it, and compares the kernel's view: before Linux 6.15 all files have the same time, which
 /// confuses programs.
-fn probe_image(folder: &Path, at: &Path) -> Result<()> {
-    let tree = folder.join("tree");
+fn probe_image(directory: &Path, at: &Path) -> Result<()> {
+    let tree = directory.join("tree");
     let contents = vec![7; 10_000];
     for (name, seconds) in [("old", 1_000_000_000), ("new", 1_700_000_000)] {
         let path = tree.join(name);
@@ -416,7 +417,7 @@ fn probe_image(folder: &Path, at: &Path) -> Result<()> {
         });
         made.doing("create", path)?;
     }
-    let (path, store) = (folder.join("image"), folder.join("store"));
+    let (path, store) = (directory.join("image"), directory.join("store"));
     let report = build(&tree, &path, Store::create(&store)?, &BuildOptions::default(), &|_, _| {})?;
     let image = Image::open(&path, Some(report.digest))?;
     let store = Store::open(&store)?;
@@ -444,20 +445,20 @@ mod tests {
     /// A removed directory may be the tree of an image.
     #[test]
     fn unmounting_follows_no_links_of_an_image() {
-        let folder = tempfile::tempdir().unwrap();
-        let lower = folder.path().join("lower");
+        let directory = tempfile::tempdir().unwrap();
+        let lower = directory.path().join("lower");
         let elsewhere = tempfile::tempdir().unwrap();
         let mounted = elsewhere.path().join("mounted");
         fs::create_dir(&mounted).unwrap();
         let flags = rustix::mount::MountFlags::empty();
         let is_root = rustix::mount::mount("tmpfs", &mounted, "tmpfs", flags, None).is_ok();
         std::os::unix::fs::symlink(elsewhere.path(), &lower).unwrap();
-        let unmounted = unmount_in(folder.path());
+        let unmounted = unmount_in(directory.path());
         let stays = erofs::is_mount_point(&mounted).unwrap();
         erofs::unmount_all(&mounted).unwrap();
         assert!(unmounted.is_ok() && stays == is_root, "{unmounted:?}");
         fs::remove_file(&lower).unwrap();
         fs::write(&lower, "").unwrap();
-        unmount_in(folder.path()).unwrap();
+        unmount_in(directory.path()).unwrap();
     }
 }

@@ -110,10 +110,10 @@ fn config(args: &Args) -> Result<Config> {
         Err(error) if error.kind() == ErrorKind::NotFound && args.config.is_none() => Config::default(),
         text => {
             let text = text.with_context(|| format!("cannot read the configuration file {}", path.display()))?;
-            let folder = std::path::absolute(path).context("cannot find the configuration file")?;
-            let folder = folder.parent().unwrap_or(Path::new("/"));
+            let directory = std::path::absolute(path).context("cannot find the configuration file")?;
+            let directory = directory.parent().unwrap_or(Path::new("/"));
             let wrong = || format!("the configuration file {} is wrong", path.display());
-            Config::parse(&text, folder).with_context(wrong)?
+            Config::parse(&text, directory).with_context(wrong)?
         }
     };
     for (flag, path) in [(&args.root, &mut config.root), (&args.address, &mut config.address)] {

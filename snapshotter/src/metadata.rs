@@ -484,8 +484,8 @@ pub(crate) fn too_deep(name: &str) -> Error {
 mod tests {
     use super::*;
 
-    fn open(folder: &Path) -> Metadata {
-        Metadata::open(&folder.join("metadata.redb")).expect("it can be made")
+    fn open(directory: &Path) -> Metadata {
+        Metadata::open(&directory.join("metadata.redb")).expect("it can be made")
     }
 
     fn prepare(metadata: &Metadata, name: &str, parent: &str) -> Result<Record> {
@@ -499,8 +499,8 @@ mod tests {
 
     #[test]
     fn snapshots_survive_a_restart_and_ids_are_never_reused() {
-        let folder = tempfile::tempdir().unwrap();
-        let metadata = open(folder.path());
+        let directory = tempfile::tempdir().unwrap();
+        let metadata = open(directory.path());
         assert_eq!(prepare(&metadata, "a", "").unwrap().id, 1);
         assert_eq!(prepare(&metadata, "b", "").unwrap().id, 2);
         metadata.remove("b").unwrap();
@@ -509,9 +509,9 @@ mod tests {
             metadata.insert("c", Record::new(Kind::View, "", Labels::new()), |_| Err(Error::NotFound("c".into())));
         assert!(failed.is_err() && metadata.get("c").is_err(), "a failed snapshot does not exist");
         commit(&metadata, "a", "base", "").unwrap();
-        assert!(Metadata::open(&folder.path().join("metadata.redb")).is_err(), "it is in use");
+        assert!(Metadata::open(&directory.path().join("metadata.redb")).is_err(), "it is in use");
         drop(metadata);
-        let metadata = open(folder.path());
+        let metadata = open(directory.path());
         assert_eq!(prepare(&metadata, "c", "base").unwrap().id, 3);
         let base = metadata.get("base").unwrap();
         assert_eq!((base.id, base.kind(), base.usage.bytes), (1, Kind::Committed, 7));
@@ -522,8 +522,8 @@ mod tests {
 
     #[test]
     fn parents_must_be_committed_and_cannot_be_removed() {
-        let folder = tempfile::tempdir().unwrap();
-        let metadata = open(folder.path());
+        let directory = tempfile::tempdir().unwrap();
+        let metadata = open(directory.path());
         prepare(&metadata, "a", "").unwrap();
         assert!(matches!(prepare(&metadata, "b", "a"), Err(Error::InvalidArgument(_))), "it is active");
         assert!(matches!(prepare(&metadata, "b", "none"), Err(Error::NotFound(_))));
@@ -539,8 +539,8 @@ mod tests {
 
     #[test]
     fn a_commit_can_name_a_parent() {
-        let folder = tempfile::tempdir().unwrap();
-        let metadata = open(folder.path());
+        let directory = tempfile::tempdir().unwrap();
+        let metadata = open(directory.path());
         for name in ["x", "y"] {
             prepare(&metadata, "a", "").unwrap();
             commit(&metadata, "a", name, "").unwrap();

@@ -35,7 +35,7 @@ struct Uses {
     bound: Vec<Vec<u8>>,
 }
 
-/// Parses a mount table (proc_pid_mountinfo(5)). Paths of snapshots have no escapes, because [`crate::folders`] refuses such roots.
+/// Parses a mount table (proc_pid_mountinfo(5)). Paths of snapshots have no escapes, because [`crate::directories`] refuses such roots.
 fn uses(table: &[u8], upper: &Path) -> Uses {
     let own = upper.as_os_str().as_bytes();
     // Paths in the table are relative to the root of a file system, which may be the root of all snapshots.
@@ -107,8 +107,8 @@ mod tests {
 
     #[test]
     fn an_unmounted_directory_is_not_in_use() {
-        let folder = tempfile::tempdir().unwrap();
-        assert!(!is_in_use(folder.path()).unwrap());
+        let directory = tempfile::tempdir().unwrap();
+        assert!(!is_in_use(directory.path()).unwrap());
     }
 
     proptest! {

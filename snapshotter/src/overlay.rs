@@ -60,7 +60,7 @@ impl Layers<'_> {
     }
 }
 
-/// Returns a path as text: [`crate::folders`] refuses roots that are none.
+/// Returns a path as text: [`crate::directories`] refuses roots that are none.
 fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }

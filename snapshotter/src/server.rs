@@ -37,9 +37,9 @@ impl Socket {
     ///
     /// Another process listens there, or the path is another kind of file.
     pub fn bind(path: &Path) -> Result<Self> {
-        if let Some(folder) = path.parent() {
-            let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
-            made.with_context(|| format!("cannot create {}", folder.display()))?;
+        if let Some(directory) = path.parent() {
+            let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(directory);
+            made.with_context(|| format!("cannot create {}", directory.display()))?;
         }
         match fs::symlink_metadata(path) {
             Ok(found) if !found.file_type().is_socket() => {

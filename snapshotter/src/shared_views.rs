@@ -29,8 +29,8 @@ impl Snapshotter {
             return Ok(None);
         }
         let image = self.shared_image(&record.parent)?;
-        let folder = self.folders.snapshot(record.id);
-        Ok(Some(vec![self.shares.serve((record.id, &folder), &self.folders.store(), &image)?]))
+        let directory = self.directories.snapshot(record.id);
+        Ok(Some(vec![self.shares.serve((record.id, &directory), &self.directories.store(), &image)?]))
     }
 
     /// Returns the one image of a committed snapshot and all below it.
@@ -39,8 +39,10 @@ impl Snapshotter {
         let of = |path, digest: &str| Ok(SharedImage { path, digest: digest.into(), from: None });
         match &*chain {
             [(_, Record { remote: Some(remote), .. }), ..] => self.lazy.shared(remote),
-            [(_, Record { id, image: Some(image), .. })] => of(self.folders.image(*id), &image.digest),
-            [(_, Record { id, merged, .. }), ..] if !merged.is_empty() => of(self.folders.merged_image(*id), merged),
+            [(_, Record { id, image: Some(image), .. })] => of(self.directories.image(*id), &image.digest),
+            [(_, Record { id, merged, .. }), ..] if !merged.is_empty() => {
+                of(self.directories.merged_image(*id), merged)
+            }
             _ => Err(Error::FailedPrecondition(format!(
                 "snapshot {parent} cannot be shared by virtio-fs: there is no one image of all its layers (see the log)"
             ))),

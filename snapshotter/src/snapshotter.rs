@@ -16,10 +16,10 @@ use rustix::fs::syncfs;
 use crate::api::{Info, Kind, Labels, Mount};
 use crate::config::Config;
 use crate::diff::Applied;
+use crate::directories::{Directories, MERGED, Owner};
 use crate::erofs;
 use crate::error::{Error, IoContext, Result, log_failure};
 use crate::filter::Filter;
-use crate::folders::{Folders, MERGED, Owner};
 use crate::idmap::IdMaps;
 use crate::keys::Keys;
 use crate::layers::{Layers, unmount_in};
@@ -43,7 +43,7 @@ const IDMAP_KERNEL: (u32, u32) = (5, 19);
 #[derive(Debug)]
 pub struct Snapshotter {
     pub(crate) metadata: Metadata,
-    pub(crate) folders: Folders,
+    pub(crate) directories: Directories,
     pub(crate) layers: Layers,
     /// Whether new snapshots are based on merged images.
     merges: bool,
@@ -93,19 +93,19 @@ impl Snapshotter {
     ///
     /// Another process uses the root, its metadata is damaged, or the kernel lacks a required feature.
     pub fn open(config: &Config) -> Result<Self> {
-        let folders = Folders::create(&config.root)?;
+        let directories = Directories::create(&config.root)?;
         // Locks the root.
-        let metadata = Metadata::open(&folders.metadata())?;
-        log_failure(folders.empty_trash(unmount_in));
-        let layers = Layers::new(folders.clone(), config.images)?;
+        let metadata = Metadata::open(&directories.metadata())?;
+        log_failure(directories.empty_trash(unmount_in));
+        let layers = Layers::new(directories.clone(), config.images)?;
         let shares = Shares::new(config.virtiofs.clone(), config.lazy.clone())?;
-        let lazy = Arc::new(Lazy::new(folders.clone(), config.lazy.clone()));
+        let lazy = Arc::new(Lazy::new(directories.clone(), config.lazy.clone()));
         let (keys, adding, converting, metrics) =
             (Keys::default(), RwLock::default(), AtomicBool::default(), calls::metrics());
         let (containerd_root, merges) = (config.containerd_root.clone(), config.merge);
         let snapshotter = Self {
             metadata,
-            folders,
+            directories,
             layers,
             merges,
             lazy,
@@ -183,7 +183,7 @@ impl Snapshotter {
         if let (Kind::Active, Some(applied)) = (record.kind(), self.layers.applied(record.id)?) {
             return Ok(applied.usage);
         }
-        if record.kind() == Kind::Active { usage::of(&self.folders.upper(record.id)) } else { Ok(record.usage) }
+        if record.kind() == Kind::Active { usage::of(&self.directories.upper(record.id)) } else { Ok(record.usage) }
     }
 
     /// Returns the mounts of an active snapshot or a view.
@@ -294,7 +294,7 @@ impl Snapshotter {
             (owner.uid, owner.gid) = maps.root;
         }
         let is_writable = kind == Kind::Active;
-        let create = |id| self.folders.add(id, owner, is_writable);
+        let create = |id| self.directories.add(id, owner, is_writable);
         let on_merged = lower.iter().any(|path| path.ends_with(MERGED));
         let record = Record { on_merged, ..Record::new(kind, &parent, labels) };
         let record = self.metadata.insert(&key, record, create)?;
@@ -331,7 +331,7 @@ impl Snapshotter {
             }
             lower.push(match &record.image {
                 Some(image) => self.layers.mount(record.id, image)?,
-                None => self.folders.upper(record.id),
+                None => self.directories.upper(record.id),
             });
         }
         Ok(lower)
@@ -349,7 +349,7 @@ impl Snapshotter {
         if let Some(shared) = self.shared_mounts(record)? {
             return Ok(shared);
         }
-        let (upper, work) = (self.folders.upper(record.id), self.folders.work(record.id));
+        let (upper, work) = (self.directories.upper(record.id), self.directories.work(record.id));
         let idmapped =
             IdMaps::of(&record.labels)?.map(|maps| self.layers.idmap(record.id, lower, &maps)).transpose()?;
         let lower = idmapped.as_deref().unwrap_or(lower);
@@ -381,13 +381,13 @@ impl Snapshotter {
                 self.layers.adopt(record.id, &image)?;
                 (usage, Some(image))
             }
-            None => (usage::of(&self.folders.upper(record.id))?, self.layers.build(record.id)),
+            None => (usage::of(&self.directories.upper(record.id))?, self.layers.build(record.id)),
         };
         let has_image = image.is_some();
         if !has_image {
             // The record of a layer must not outlive its files: containerd does not unpack it again.
-            let upper = self.folders.upper(record.id);
-            File::open(&upper).and_then(|folder| Ok(syncfs(folder)?)).doing("sync", upper)?;
+            let upper = self.directories.upper(record.id);
+            File::open(&upper).and_then(|directory| Ok(syncfs(directory)?)).doing("sync", upper)?;
         }
         let mut committed = self.metadata.commit(key, Commit { name, parent, labels, usage, image });
         if committed.is_err() {
@@ -420,9 +420,9 @@ impl Snapshotter {
         if let Some(remote) = &record.remote {
             log_failure(self.lazy.remove(remote));
         }
-        self.shares.end(record.id, &self.folders.snapshot(record.id));
+        self.shares.end(record.id, &self.directories.snapshot(record.id));
         log_failure(self.layers.unmount(record.id));
-        log_failure(self.folders.discard(&self.folders.snapshot(record.id)));
+        log_failure(self.directories.discard(&self.directories.snapshot(record.id)));
         Ok(())
     }
 
@@ -463,12 +463,12 @@ impl Snapshotter {
                 _ => &mut counts.active,
             } += 1;
             counts.layer_directories += u64::from(record.kind() == Kind::Committed && record.is_directory());
-            for at in [self.folders.layer(record.id), self.folders.merged(record.id)] {
+            for at in [self.directories.layer(record.id), self.directories.merged(record.id)] {
                 counts.layer_mounts += u64::from(record.image.is_some() && erofs::is_mounted(&at)?);
             }
             Ok(())
         })?;
-        counts.store_bytes = u64::try_from(usage::of(&self.folders.store())?.bytes).unwrap_or(0);
+        counts.store_bytes = u64::try_from(usage::of(&self.directories.store())?.bytes).unwrap_or(0);
         Ok(counts)
     }
 }

@@ -24,10 +24,10 @@ fn unique(prefix: &str) -> OsString {
 }
 
 /// Moves a directory to the trash; returns its name there, if it exists.
-pub fn put(trash: &Path, folder: &Path) -> io::Result<Option<OsString>> {
+pub fn put(trash: &Path, directory: &Path) -> io::Result<Option<OsString>> {
     loop {
         let name = unique("");
-        match renameat(CWD, folder, CWD, trash.join(&name)) {
+        match renameat(CWD, directory, CWD, trash.join(&name)) {
             Ok(()) => return Ok(Some(name)),
             Err(Errno::NOENT) => return Ok(None),
             // A killed process has left an entry with this name.
@@ -71,7 +71,7 @@ fn prefix(name: &OsString) -> String {
 /// Removes an entry of the trash, or a part of it on a full disk. Directories in it become entries of the trash.
 fn remove_one(top: &OwnedFd, entry: &OsString, name: &OsString) -> rustix::io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let folder = match openat(top, entry, flags, Mode::empty()) {
+    let directory = match openat(top, entry, flags, Mode::empty()) {
         Err(Errno::NOENT) => return Ok(()),
         Err(Errno::NOTDIR | Errno::LOOP) => return present(unlinkat(top, entry, AtFlags::empty())),
         opened => opened?,
@@ -79,14 +79,14 @@ fn remove_one(top: &OwnedFd, entry: &OsString, name: &OsString) -> rustix::io::R
     let prefix = prefix(name);
     let mut has_moved = false;
     for _ in 0..LISTED_MAX {
-        for child in Dir::read_from(&folder)? {
+        for child in Dir::read_from(&directory)? {
             let child = child?;
             let child = child.file_name();
             if matches!(child.to_bytes(), b"." | b"..") {
                 continue;
             }
-            match unlinkat(&folder, child, AtFlags::empty()) {
-                Err(Errno::ISDIR) => match move_up(&folder, child, (top, &prefix)) {
+            match unlinkat(&directory, child, AtFlags::empty()) {
+                Err(Errno::ISDIR) => match move_up(&directory, child, (top, &prefix)) {
                     // Removing the moved directories frees space.
                     Err(Errno::NOSPC | Errno::DQUOT) if has_moved => return Ok(()),
                     moved => {
@@ -105,9 +105,9 @@ fn remove_one(top: &OwnedFd, entry: &OsString, name: &OsString) -> rustix::io::R
     Err(Errno::NOTEMPTY)
 }
 
-fn move_up(folder: &OwnedFd, child: &std::ffi::CStr, (top, prefix): (&OwnedFd, &str)) -> rustix::io::Result<()> {
+fn move_up(directory: &OwnedFd, child: &std::ffi::CStr, (top, prefix): (&OwnedFd, &str)) -> rustix::io::Result<()> {
     loop {
-        match renameat(folder, child, top, unique(prefix)) {
+        match renameat(directory, child, top, unique(prefix)) {
             Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOTDIR) => {}
             moved => return present(moved),
         }
@@ -134,16 +134,16 @@ mod tests {
     fn directories_of_any_depth_and_width_are_removed() {
         const DEPTH: usize = 20_000;
         let root = tempfile::tempdir().unwrap();
-        let (trash, folder) = (root.path().join("trash"), root.path().join("7"));
+        let (trash, directory) = (root.path().join("trash"), root.path().join("7"));
         fs::create_dir(&trash).unwrap();
-        fs::create_dir(&folder).unwrap();
+        fs::create_dir(&directory).unwrap();
         for number in 0..300 {
-            fs::create_dir(folder.join(format!("d{number}"))).unwrap();
-            fs::write(folder.join(format!("d{number}/f")), "x").unwrap();
+            fs::create_dir(directory.join(format!("d{number}"))).unwrap();
+            fs::write(directory.join(format!("d{number}/f")), "x").unwrap();
         }
-        std::os::unix::fs::symlink("/", folder.join("root")).unwrap();
+        std::os::unix::fs::symlink("/", directory.join("root")).unwrap();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let mut at = openat(CWD, &folder, flags, Mode::empty()).unwrap();
+        let mut at = openat(CWD, &directory, flags, Mode::empty()).unwrap();
         for _ in 0..DEPTH {
             mkdirat(&at, "deep", Mode::RWXU).unwrap();
             at = openat(&at, "deep", flags, Mode::empty()).unwrap();
@@ -151,14 +151,14 @@ mod tests {
         drop(at);
         let left = trash.join("other");
         fs::write(&left, "").unwrap();
-        let name = put(&trash, &folder).unwrap().unwrap();
+        let name = put(&trash, &directory).unwrap().unwrap();
         // On a stack that a frame for each directory would overflow.
         let removed = std::thread::Builder::new().stack_size(64 << 10);
         let (at, of) = (trash.clone(), name.clone());
         removed.spawn(move || remove(&at, &of)).unwrap().join().unwrap().unwrap();
         let names: Vec<_> = fs::read_dir(&trash).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert_eq!(names, [left]);
-        assert!(put(&trash, &folder).unwrap().is_none());
+        assert!(put(&trash, &directory).unwrap().is_none());
         assert_eq!(
             [prefix(&"7-1".into()), prefix(&"7-1.8-2".into()), prefix(&".tmp".into())],
             ["7-1.", "7-1.", ".tmp."]

@@ -39,18 +39,18 @@ impl Count {
     /// Counts the entries of a directory; `None`: it no longer exists or is no directory.
     fn open(&mut self, at: &OwnedFd, name: &CString) -> rustix::io::Result<Option<Level>> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let folder = match openat(at, name, flags, Mode::empty()) {
+        let directory = match openat(at, name, flags, Mode::empty()) {
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return Ok(None),
             opened => opened?,
         };
         let mut below = Vec::new();
-        for entry in Dir::read_from(&folder)? {
+        for entry in Dir::read_from(&directory)? {
             let entry = entry?;
             let name = entry.file_name();
             if matches!(name.to_bytes(), b"." | b"..") {
                 continue;
             }
-            match statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+            match statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW) {
                 Err(Errno::NOENT) => continue,
                 found => {
                     let found = found?;
@@ -61,7 +61,7 @@ impl Count {
                 }
             }
         }
-        Ok(Some((folder, below)))
+        Ok(Some((directory, below)))
     }
 }
 
@@ -81,12 +81,12 @@ pub fn of(root: &Path) -> Result<Usage> {
     let here = here.doing("inspect", root)?;
     count.add(&rustix::fs::fstat(&here).doing("inspect", root)?);
     let mut levels: Vec<Level> = vec![(here, vec![c".".to_owned()])];
-    while let Some((folder, below)) = levels.last_mut() {
+    while let Some((directory, below)) = levels.last_mut() {
         let Some(name) = below.pop() else {
             levels.pop();
             continue;
         };
-        if let Some(level) = count.open(folder, &name).doing("list", root)? {
+        if let Some(level) = count.open(directory, &name).doing("list", root)? {
             if levels.len() > DEPTH_MAX {
                 let why = format!("{} has more than {DEPTH_MAX} directories one in another", root.display());
                 return Err(Error::FailedPrecondition(why));
@@ -108,14 +108,14 @@ mod tests {
 
     #[test]
     fn links_count_once_and_links_to_directories_are_not_followed() {
-        let folder = tempfile::tempdir().unwrap();
-        let at = |name: &str| folder.path().join(name);
-        assert_eq!(of(folder.path()).unwrap().inodes, 1);
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        assert_eq!(of(directory.path()).unwrap().inodes, 1);
         fs::create_dir(at("a")).unwrap();
         fs::write(at("a/file"), vec![1; 100_000]).unwrap();
         fs::hard_link(at("a/file"), at("again")).unwrap();
         symlink("/", at("root")).unwrap();
-        let usage = of(folder.path()).unwrap();
+        let usage = of(directory.path()).unwrap();
         assert_eq!(usage.inodes, 4);
         assert!((100_000..150_000).contains(&usage.bytes), "{usage:?}");
         assert!(of(&at("none")).is_err());

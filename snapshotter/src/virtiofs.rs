@@ -44,19 +44,19 @@ impl Shares {
     /// Creates the directory of sockets, if there is to be one.
     pub(crate) fn new(config: VirtiofsConfig, lazy: LazyConfig) -> Result<Self> {
         let shares = Self { config, lazy, held: Keys::default() };
-        if let Some(folder) = &shares.config.socket_directory {
-            crate::folders::create_dir(folder, 0o700)?;
+        if let Some(directory) = &shares.config.socket_directory {
+            crate::directories::create_dir(directory, 0o700)?;
         }
         Ok(shares)
     }
 
     /// Returns the socket of a view, whether or not it is there.
     pub(crate) fn socket(&self, id: u64) -> Result<PathBuf> {
-        let folder = self.config.socket_directory.as_ref().ok_or_else(|| {
+        let directory = self.config.socket_directory.as_ref().ok_or_else(|| {
             let why = "the configuration file names no socket-directory in [virtiofs]";
             Error::FailedPrecondition(format!("the label {VIRTIOFS_LABEL}: {why}"))
         })?;
-        let socket = folder.join(format!("{id}.sock"));
+        let socket = directory.join(format!("{id}.sock"));
         if socket.as_os_str().len() > SOCKET_BYTES_MAX {
             let why = format!("the path of the socket {} is longer than {SOCKET_BYTES_MAX} bytes", socket.display());
             return Err(Error::FailedPrecondition(why));
@@ -65,12 +65,12 @@ impl Shares {
     }
 
     /// Starts the process of a view, unless it runs; returns the mount by which a virtual machine has it.
-    pub(crate) fn serve(&self, (id, folder): (u64, &Path), store: &Path, image: &SharedImage) -> Result<Mount> {
+    pub(crate) fn serve(&self, (id, directory): (u64, &Path), store: &Path, image: &SharedImage) -> Result<Mount> {
         let (socket, tag) = (self.socket(id)?, format!("ferry-{id}"));
         let _held = self.held.hold(&tag);
-        let process = folder.join(SHARE);
+        let process = directory.join(SHARE);
         if !process::runs(&process) || !socket.exists() {
-            self.end(id, folder);
+            self.end(id, directory);
             self.start(&process, (&socket, &tag), store, image)?;
         }
         let options = ["ro".into(), format!("socket={}", socket.display())].into();
@@ -83,10 +83,10 @@ impl Shares {
         let mut command = process::program_command(&self.lazy)?;
         command.arg("share").arg(source).args(["--digest", &image.digest, "--tag", tag, "--json"]);
         command.arg("--store").arg(store).arg("--virtiofs").arg(socket).stdout(Stdio::piped());
-        if let Some((from, folder)) = &image.from {
+        if let Some((from, directory)) = &image.from {
             command.args(["--from", from, "--jobs", &self.lazy.jobs.to_string()]);
-            command.env("FERRY_REGISTRY_MANIFEST", folder.join("manifest"));
-            command.env(process::PULL_CREDENTIALS, folder.join(pull_credentials::FILE));
+            command.env("FERRY_REGISTRY_MANIFEST", directory.join("manifest"));
+            command.env(process::PULL_CREDENTIALS, directory.join(pull_credentials::FILE));
         }
         let shown = image.path.display().to_string();
         let mut child = process::spawn(&mut command, &shown)?;
@@ -105,8 +105,8 @@ impl Shares {
     }
 
     /// Ends the process of a view, if there is one, and removes its socket.
-    pub(crate) fn end(&self, id: u64, folder: &Path) {
-        let process = folder.join(SHARE);
+    pub(crate) fn end(&self, id: u64, directory: &Path) {
+        let process = directory.join(SHARE);
         if !process.exists() {
             return;
         }

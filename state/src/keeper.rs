@@ -21,7 +21,7 @@ use rustix::net::{
 };
 
 use crate::connection::{self, Commit, FILES_MAX, Records};
-use crate::folder::Folder;
+use crate::directory::Directory;
 
 const PUT: u64 = 1;
 const DROP: u64 = 2;
@@ -170,9 +170,9 @@ fn is_ours(socket: &OwnedFd) -> Result<(), KeeperError> {
 /// # Errors
 ///
 /// `EADDRINUSE` if there is a keeper already.
-pub fn listen(folder: &Folder) -> io::Result<OwnedFd> {
+pub fn listen(directory: &Directory) -> io::Result<OwnedFd> {
     let socket = stream()?;
-    folder.bind(&socket)?;
+    directory.bind(&socket)?;
     // The current server, the next one, and a mistaken one.
     rustix::net::listen(&socket, 4)?;
     Ok(socket)
@@ -184,10 +184,10 @@ impl KeeperConnection {
     /// # Errors
     ///
     /// [`KeeperError::Connect`]: there is no keeper; or another [`KeeperError`].
-    pub fn reach(folder: &Folder) -> Result<Self, KeeperError> {
+    pub fn reach(directory: &Directory) -> Result<Self, KeeperError> {
         let reach = || {
             let socket = stream()?;
-            connect(&socket, &folder.address()?)?;
+            connect(&socket, &directory.address()?)?;
             Ok(socket)
         };
         let socket = reach().map_err(KeeperError::Connect)?;

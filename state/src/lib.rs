@@ -20,7 +20,7 @@
 #![deny(unsafe_code)]
 
 mod connection;
-mod folder;
+mod directory;
 mod journal;
 mod keeper;
 mod memory;
@@ -29,7 +29,7 @@ mod session_store;
 mod slots;
 
 pub use connection::{Commit, InheritedConnection, Records};
-pub use folder::{Folder, FolderError};
+pub use directory::{Directory, DirectoryError};
 pub use journal::{Journal, JournalEntry};
 pub use keeper::{FRONT_END_AWAITED, KeeperConnection, KeeperError, SERVER_AWAITED, keep, listen};
 pub use memory::Memory;

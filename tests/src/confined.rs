@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 
 use tempfile::TempDir;
 
-use crate::{Place, folder};
+use crate::{Place, directory};
 
 /// `ferry share` in its default sandbox, with a fresh directory.
 #[derive(Debug)]
@@ -17,31 +17,31 @@ pub struct ConfinedShare {
     pub socket: PathBuf,
     /// The shared directory.
     pub path: PathBuf,
-    folder: TempDir,
+    directory: TempDir,
 }
 
 impl ConfinedShare {
     /// Starts it with further flags, and waits until it listens.
     pub fn start(flags: &[&str]) -> Self {
-        let folder = folder(Place::Disk);
-        let (socket, path) = (folder.path().join("s"), folder.path().join("shared"));
+        let directory = directory(Place::Disk);
+        let (socket, path) = (directory.path().join("s"), directory.path().join("shared"));
         fs::create_dir(&path).unwrap();
         let mut command = Command::new(crate::mounts::program());
         command.arg("share").arg(&path).arg("--virtiofs").arg(&socket).args(["--tag", "t", "--json"]).args(flags);
         command.args(["--sandbox", "namespace", "--seccomp", "kill"]);
-        let stderr = fs::File::create(folder.path().join("stderr")).unwrap();
+        let stderr = fs::File::create(directory.path().join("stderr")).unwrap();
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr).env_remove("FERRY_LOG");
         let mut child = command.spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let confined = Self { child, socket, path, folder };
+        let confined = Self { child, socket, path, directory };
         assert!(!line.is_empty(), "it does not start: {}", confined.said());
         confined
     }
 
     /// Returns its standard error.
     pub fn said(&self) -> String {
-        fs::read_to_string(self.folder.path().join("stderr")).unwrap()
+        fs::read_to_string(self.directory.path().join("stderr")).unwrap()
     }
 
     /// Returns whether it still serves: a forbidden system call would have ended it.

@@ -13,7 +13,7 @@ use ferry_vfs::{
 };
 use tempfile::TempDir;
 
-use crate::{Place, folder};
+use crate::{Place, directory};
 
 /// The length of each file, and of each transfer.
 pub const BYTES: u32 = 4096;
@@ -115,7 +115,7 @@ pub struct Mounted {
     pub path: PathBuf,
     delays: Arc<Delays>,
     _mount: ferry_fuse::Export,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl Mounted {
@@ -125,8 +125,8 @@ impl Mounted {
             ferry_skip::skip!("there is no /dev/fuse");
             return None;
         }
-        let folder = folder(Place::Memory);
-        let path = folder.path().join("delays");
+        let directory = directory(Place::Memory);
+        let path = directory.path().join("delays");
         fs::create_dir(&path).unwrap();
         let delays = Arc::new(Delays::default());
         let mount = ferry_fuse::Options {
@@ -137,7 +137,7 @@ impl Mounted {
             ..ferry_fuse::Options::default()
         };
         let mount = ferry_fuse::Export::mount(&path, Arc::clone(&delays) as Arc<dyn FileSystem>, mount).unwrap();
-        Some(Self { path, delays, _mount: mount, _folder: folder })
+        Some(Self { path, delays, _mount: mount, _directory: directory })
     }
 }
 

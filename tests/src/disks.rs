@@ -16,7 +16,7 @@ use ferry_vfs::Disk;
 use ferry_vhost::Socket;
 use tempfile::TempDir;
 
-use crate::{Device, Guest, GuestCache, GuestResult, Input, Place, folder, guest, run};
+use crate::{Device, Guest, GuestCache, GuestResult, Input, Place, directory, guest, run};
 
 /// Where a guest has its first disk.
 pub const GUEST_DISK: &str = "/dev/vda";
@@ -30,33 +30,33 @@ pub struct DiskServer {
     pub socket: PathBuf,
     export: Option<ferry_blk::Export>,
     _socket: Socket,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl DiskServer {
     /// Offers a fresh file of so many bytes.
     pub fn new(place: Place, bytes: u64, options: &ferry_disk::Options) -> Self {
-        let folder = folder(place);
-        let file = folder.path().join("disk");
+        let directory = directory(place);
+        let file = directory.path().join("disk");
         ferry_disk::grow(&file, bytes, &ferry_disk::Options::default()).unwrap();
-        Self::of(file, folder, options)
+        Self::of(file, directory, options)
     }
 
-    /// Offers a file within a folder, which is removed afterwards.
-    pub fn of(file: PathBuf, folder: TempDir, options: &ferry_disk::Options) -> Self {
+    /// Offers a file within a directory, which is removed afterwards.
+    pub fn of(file: PathBuf, directory: TempDir, options: &ferry_disk::Options) -> Self {
         let disk = ferry_disk::open(&file, options).unwrap();
         let writeback = options.cache != Some(ferry_disk::Cache::Writethrough);
-        Self::with(file, folder, disk, writeback)
+        Self::with(file, directory, disk, writeback)
     }
 
     /// Offers any disk.
-    pub fn with(file: PathBuf, folder: TempDir, disk: Arc<dyn Disk>, writeback: bool) -> Self {
+    pub fn with(file: PathBuf, directory: TempDir, disk: Arc<dyn Disk>, writeback: bool) -> Self {
         crate::log();
-        let socket = folder.path().join("s");
+        let socket = directory.path().join("s");
         let bound = Socket::bind(&socket).unwrap();
         let options = ferry_blk::Options { writeback, ..ferry_blk::Options::default() };
         let export = ferry_blk::Export::start(bound.listener().unwrap(), disk, options).unwrap();
-        Self { file, socket, export: Some(export), _socket: bound, _folder: folder }
+        Self { file, socket, export: Some(export), _socket: bound, _directory: directory }
     }
 
     /// What the file takes of the host's disk, in bytes.

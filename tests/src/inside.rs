@@ -25,7 +25,7 @@ impl InnerProcess {
         self.0
     }
 
-    /// A file of its folder in /proc.
+    /// A file of its directory in /proc.
     pub fn file(self, name: &str) -> PathBuf {
         Path::new("/proc").join(self.0.as_raw_nonzero().to_string()).join(name)
     }
@@ -68,7 +68,7 @@ impl InnerProcess {
         of(self.file("")) != of("/proc/self".into())
     }
 
-    /// The names in its root directory below a folder of that.
+    /// The names in its root directory below a directory of that.
     pub fn sees(self, dir: &str) -> Vec<String> {
         names(&self.file("root").join(dir))
     }

@@ -62,8 +62,8 @@ pub enum Place {
     Memory,
 }
 
-/// A folder that is removed at the end. Its path is short: sockets go there too.
-pub fn folder(place: Place) -> TempDir {
+/// A directory that is removed at the end. Its path is short: sockets go there too.
+pub fn directory(place: Place) -> TempDir {
     let base = match place {
         Place::Disk => PathBuf::from(std::env::var_os("TMPDIR").unwrap_or_else(|| "/var/tmp".into())),
         Place::Memory => "/dev/shm".into(),
@@ -81,7 +81,7 @@ pub struct Share {
     /// The shared directory.
     pub path: PathBuf,
     export: Option<Export>,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl Share {
@@ -92,22 +92,22 @@ impl Share {
 
     /// Shares a fresh directory; the tag is `t` unless the options have another.
     pub fn with(place: Place, options: Options) -> Self {
-        let folder = folder(place);
-        let path = folder.path().join("shared");
+        let directory = directory(place);
+        let path = directory.path().join("shared");
         std::fs::create_dir(&path).unwrap();
         let dir_options = ferry_dir::Options { writeback: options.writeback, ..ferry_dir::Options::default() };
-        Self::of(&path, folder, dir_options, options)
+        Self::of(&path, directory, dir_options, options)
     }
 
-    /// Shares a directory within a folder, which is removed afterwards.
-    pub fn of(path: &Path, folder: TempDir, dir_options: ferry_dir::Options, options: Options) -> Self {
+    /// Shares a directory within a directory, which is removed afterwards.
+    pub fn of(path: &Path, directory: TempDir, dir_options: ferry_dir::Options, options: Options) -> Self {
         log();
         let dir = Arc::new(Dir::open(path, dir_options).unwrap());
-        let socket = folder.path().join("s");
+        let socket = directory.path().join("s");
         let tag = options.tag.clone().or_else(|| Some("t".parse().unwrap()));
         let source = Arc::clone(&dir) as Arc<dyn ferry_vfs::FileSystem>;
         let export = Export::listen(&socket, source, Options { tag, ..options }).unwrap();
-        Self { dir, socket, path: path.into(), export: Some(export), _folder: folder }
+        Self { dir, socket, path: path.into(), export: Some(export), _directory: directory }
     }
 
     /// A second server, with its own [`Dir`], on the same directory.

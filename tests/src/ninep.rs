@@ -15,7 +15,7 @@ use ferry_ninep::{Export, Options};
 use ferry_vfs::FileSystem;
 use tempfile::TempDir;
 
-use crate::{Guest, GuestCache, GuestResult, Input, MOUNTPOINT, Output, Place, SETTLE, TIMEOUT, folder, run};
+use crate::{Guest, GuestCache, GuestResult, Input, MOUNTPOINT, Output, Place, SETTLE, TIMEOUT, directory, run};
 
 /// Joins the guest to the host, loads what Debian has as modules, mounts and runs what follows: by TCP, or, if there is a
 /// program that forwards, by a unix socket of the guest's.
@@ -129,7 +129,7 @@ pub struct NinePShare {
     /// The shared directory.
     pub path: PathBuf,
     server: NinePServer,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl NinePShare {
@@ -142,12 +142,12 @@ impl NinePShare {
     /// The same, offered in this way.
     pub fn with(place: Place, options: Options) -> Option<Self> {
         crate::log();
-        let folder = folder(place);
-        let path = folder.path().join("shared");
+        let directory = directory(place);
+        let path = directory.path().join("shared");
         std::fs::create_dir(&path).unwrap();
         let dir = Arc::new(Dir::open(&path, ferry_dir::Options::default()).unwrap());
         let server = NinePServer::new(Arc::clone(&dir) as Arc<dyn FileSystem>, options)?;
-        Some(Self { dir, path, server, _folder: folder })
+        Some(Self { dir, path, server, _directory: directory })
     }
 
     /// A guest on the share ([`NinePServer::guest`]).

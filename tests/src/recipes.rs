@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 use crate::mounts::{ferry, program};
-use crate::{Place, folder};
+use crate::{Place, directory};
 
 /// Longer than any of them takes on a loaded machine.
 const LIMIT: &str = "300";
@@ -19,7 +19,7 @@ const PRELUDE: &str = r#"
 set -eu
 mount --make-rprivate /
 umount --all --lazy --types fuse.ferry
-# The program may lie below a folder that is covered.
+# The program may lie below a directory that is covered.
 touch "$HOME/.ferry"; mount --bind "$FERRY" "$HOME/.ferry"
 for place in /srv /run /mnt /var/lib /tmp; do mount -t tmpfs tmpfs $place; done
 mkdir -p /srv/src /srv/doc /var/lib/ferry /tmp/bin "$HOME/project"
@@ -60,12 +60,12 @@ fn root() -> PathBuf {
 
 /// The pages of the book, and README.md.
 fn documents() -> Vec<PathBuf> {
-    let (mut files, mut folders) = (vec![root().join("README.md")], vec![root().join("docs")]);
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(folder).unwrap() {
+    let (mut files, mut directories) = (vec![root().join("README.md")], vec![root().join("docs")]);
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(directory).unwrap() {
             let path = entry.unwrap().path();
             match path.extension() {
-                _ if path.is_dir() => folders.push(path),
+                _ if path.is_dir() => directories.push(path),
                 Some(end) if end == "md" => files.push(path),
                 _ => {}
             }
@@ -162,7 +162,7 @@ pub fn may_run() -> bool {
 /// Runs a script in namespaces of its own, on these CPUs or on all. Returns what it wrote on standard output.
 #[track_caller]
 pub fn run(cpus: Option<&str>, variables: &[(&str, &Path)], script: &str) -> String {
-    let home: TempDir = folder(Place::Disk);
+    let home: TempDir = directory(Place::Disk);
     let mut command = Command::new("timeout");
     command.args(["--kill-after=5", LIMIT]);
     if let Some(cpus) = cpus {

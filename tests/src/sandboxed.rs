@@ -12,7 +12,7 @@ use tempfile::TempDir;
 
 use crate::inside::{InnerProcess, Thread};
 use crate::mounts::{RunningProgram, program};
-use crate::{Place, folder};
+use crate::{Place, directory};
 
 /// A user who is not root.
 pub const USER: u32 = 1234;
@@ -48,16 +48,16 @@ pub fn as_user(user: u32, program: &Path) -> Command {
 /// A directory of a user, with the program where all users may start it.
 #[derive(Debug)]
 pub struct UserHome {
-    folder: TempDir,
+    directory: TempDir,
     user: u32,
 }
 
 impl UserHome {
     /// A new one.
     pub fn of(user: u32) -> Self {
-        let home = Self { folder: folder(Place::Disk), user };
+        let home = Self { directory: directory(Place::Disk), user };
         home.program(program(), "ferry-copy");
-        chown(home.folder.path(), Some(user), Some(user)).unwrap();
+        chown(home.directory.path(), Some(user), Some(user)).unwrap();
         home
     }
 
@@ -76,12 +76,12 @@ impl UserHome {
 
     /// Its path.
     pub fn path(&self) -> &Path {
-        self.folder.path()
+        self.directory.path()
     }
 
     /// Something in it.
     pub fn at(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     /// Makes something that belongs to the user.
@@ -103,8 +103,8 @@ impl UserHome {
                 command
             }
         };
-        command.args(line.split_whitespace()).current_dir(self.folder.path());
-        command.env("XDG_RUNTIME_DIR", self.folder.path()).env_remove("FERRY_LOG");
+        command.args(line.split_whitespace()).current_dir(self.directory.path());
+        command.env("XDG_RUNTIME_DIR", self.directory.path()).env_remove("FERRY_LOG");
         command
     }
 
@@ -159,7 +159,7 @@ pub struct Expected<'a> {
     pub capabilities: u64,
     /// The same of those that connect to servers, and whether there are any: these are in our network.
     pub connector: Option<u64>,
-    /// Which of the places is a socket's folder, which they alone see.
+    /// Which of the places is a socket's directory, which they alone see.
     pub socket: Option<usize>,
     /// Files of the host's that can be read, in the order of the alphabet.
     pub names: &'a [&'a str],

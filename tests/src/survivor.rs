@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use crate::mounts::{RunningProgram, ferry};
-use crate::{Place, folder};
+use crate::{Place, directory};
 
 /// Longer than anything takes on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -31,44 +31,44 @@ pub struct Survivor {
     /// The socket, if each server gets it from us.
     listener: Option<UnixListener>,
     started: Option<RunningProgram>,
-    folder: TempDir,
+    directory: TempDir,
 }
 
 impl Survivor {
     /// Shares a fresh directory with these further flags.
     pub fn new(place: Place, args: &[&str]) -> Self {
-        let folder = folder(place);
-        let path = folder.path().join("shared");
+        let directory = directory(place);
+        let path = directory.path().join("shared");
         fs::create_dir(&path).unwrap();
-        Self::begin(path, folder, args, None)
+        Self::begin(path, directory, args, None)
     }
 
     /// The same on a socket that each server inherits, open and listening.
     pub fn inheriting(place: Place, args: &[&str]) -> Self {
-        let folder = folder(place);
-        let path = folder.path().join("shared");
+        let directory = directory(place);
+        let path = directory.path().join("shared");
         fs::create_dir(&path).unwrap();
-        let listener = UnixListener::bind(folder.path().join("s")).unwrap();
+        let listener = UnixListener::bind(directory.path().join("s")).unwrap();
         rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty()).unwrap();
-        Self::begin(path, folder, args, Some(listener))
+        Self::begin(path, directory, args, Some(listener))
     }
 
-    fn begin(path: PathBuf, folder: TempDir, args: &[&str], listener: Option<UnixListener>) -> Self {
+    fn begin(path: PathBuf, directory: TempDir, args: &[&str], listener: Option<UnixListener>) -> Self {
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
         let mut survivor =
-            Self { path, socket: folder.path().join("s"), log: "warn", args, listener, started: None, folder };
+            Self { path, socket: directory.path().join("s"), log: "warn", args, listener, started: None, directory };
         survivor.start();
         survivor
     }
 
     /// Shares a directory of another user.
     pub fn of(path: &Path, args: &[&str]) -> Self {
-        Self::begin(path.into(), folder(Place::Memory), args, None)
+        Self::begin(path.into(), directory(Place::Memory), args, None)
     }
 
-    /// The folder of its state.
+    /// The directory of its state.
     pub fn state(&self) -> PathBuf {
-        self.folder.path().join("state")
+        self.directory.path().join("state")
     }
 
     /// Starts the program, and waits until it listens.

@@ -12,7 +12,7 @@ use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-use crate::{Cache, MOUNTPOINT, Options, Place, Share, folder, guest_on};
+use crate::{Cache, MOUNTPOINT, Options, Place, Share, directory, guest_on};
 
 /// An emulated guest takes its time, on a machine that has other things to do.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
@@ -21,7 +21,7 @@ const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 pub fn programs() -> Share {
     let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
-    Share::of(Path::new("/"), folder(Place::Disk), dir, options)
+    Share::of(Path::new("/"), directory(Place::Disk), dir, options)
 }
 
 /// A stock QEMU guest with the host's programs and a window on a share, whose tag is `d`, mounted with these options; what it runs.

@@ -178,13 +178,13 @@ mod tests {
     fn a_new_inode_belongs_to_its_caller_unless_the_directory_has_sgid() {
         let cx = Caller { uid: 5, gid: 6, ..Caller::default() };
         let file = FileType::RegularFile.as_raw_mode();
-        let folder = FileType::Directory.as_raw_mode();
+        let directory = FileType::Directory.as_raw_mode();
         // The directory's mode, the new inode's, the umask; the outcome's mode and group.
         for (dir_mode, mode, umask, made_mode, made_gid) in [
             (0o755, file | 0o666, 0o022, file | 0o644, 6),
-            (0o755, folder | 0o777, 0o027, folder | 0o750, 6),
+            (0o755, directory | 0o777, 0o027, directory | 0o750, 6),
             (0o2755, file | 0o666, 0, file | 0o666, 9),
-            (0o2755, folder | 0o755, 0, folder | 0o2755, 9),
+            (0o2755, directory | 0o755, 0, directory | 0o2755, 9),
         ] {
             let mut dir = Attr::new(Ino::ROOT, FileType::Directory, dir_mode);
             dir.gid = 9;

@@ -135,13 +135,13 @@ mod tests {
     const NOBODY: u32 = u32::MAX;
 
     /// A directory, and what is in it, by owner.
-    struct Folder {
+    struct Directory {
         mode: u32,
         uid: u32,
         files: Mutex<HashMap<&'static [u8], (Ino, u32)>>,
     }
 
-    impl FileSystem for Folder {
+    impl FileSystem for Directory {
         fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
             let attr = Attr::new(ino, FileType::Directory, self.mode);
             Ok(Attr { mode: attr.mode | self.mode, uid: self.uid, ..attr })
@@ -153,9 +153,9 @@ mod tests {
         }
     }
 
-    fn folder(mode: u32, uid: u32) -> Folder {
+    fn directory(mode: u32, uid: u32) -> Directory {
         let files = HashMap::from([(&b"roots"[..], (Ino(2), 0)), (b"own", (Ino(3), 7))]);
-        Folder { mode, uid, files: Mutex::new(files) }
+        Directory { mode, uid, files: Mutex::new(files) }
     }
 
     fn at(name: &'static [u8]) -> (Ino, Name<'static>) {
@@ -180,14 +180,14 @@ mod tests {
             (0o777, 0, NOBODY, b"roots", Ok(())),
             (0o1777, 0, NOBODY, b"own", Err(Errno::STALE)),
         ] {
-            let result = Removals::default().may_remove(&folder(mode, dir_uid), &user(uid), at(name));
+            let result = Removals::default().may_remove(&directory(mode, dir_uid), &user(uid), at(name));
             assert_eq!(result, outcome, "{mode:o} {dir_uid} {uid} {name:?}");
         }
     }
 
     #[test]
     fn after_another_lookup_a_client_may_remove_the_file_found() {
-        let (source, removals) = (folder(0o1777, 0), Removals::default());
+        let (source, removals) = (directory(0o1777, 0), Removals::default());
         let remove = || removals.may_remove(&source, &user(7), at(b"roots"));
         assert_eq!(remove(), Err(Errno::STALE));
         // There was no lookup.
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn both_names_of_a_rename_are_checked_at_once() {
-        let (source, removals) = (folder(0o1777, 0), Removals::default());
+        let (source, removals) = (directory(0o1777, 0), Removals::default());
         let rename = |flags| removals.may_rename(&source, &user(8), (at(b"roots"), at(b"own")), flags);
         assert_eq!(rename(RenameFlags::empty()), Err(Errno::STALE));
         removals.record_lookup(at(b"own"), Some(Ino(3)));
@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn names_to_look_up_again_are_limited() {
-        let (source, removals) = (folder(0o1777, 0), Removals::default());
+        let (source, removals) = (directory(0o1777, 0), Removals::default());
         for dir in 0..NAMES_MAX as u64 + 9 {
             let (_, name) = at(b"roots");
             assert_eq!(removals.may_remove(&source, &user(7), (Ino(dir), name)), Err(Errno::STALE));

@@ -1,7 +1,7 @@
 //! The unix socket on which a device waits for its virtual machine monitor.
 //!
-//! The socket is created in a private folder (mode 0700), gets its mode and group there, and is then linked to its
-//! path. The path of the folder is resolved once, so a user who can rename files there cannot redirect chmod and
+//! The socket is created in a private directory (mode 0700), gets its mode and group there, and is then linked to its
+//! path. The path of the directory is resolved once, so a user who can rename files there cannot redirect chmod and
 //! chown to another file.
 
 use std::ffi::OsStr;
@@ -30,7 +30,7 @@ const DYING: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
 const PATH_BYTES_MAX: usize = 107;
 /// The longest name that fits behind `/proc/self/fd/`, the number of a descriptor, and a slash.
 const SHOWN_BYTES_MAX: usize = PATH_BYTES_MAX - 25;
-/// Attempts to find a free name for the private folder. Names are random, so a second attempt is rarely needed.
+/// Attempts to find a free name for the private directory. Names are random, so a second attempt is rarely needed.
 const NAMES_MAX: usize = 8;
 
 /// Why there is no socket.
@@ -39,11 +39,11 @@ pub enum SocketError {
     /// The path does not fit into an address.
     #[error("the socket path {path} is too long: unix sockets allow 107 bytes; choose a shorter one", path = .0.display())]
     TooLong(PathBuf),
-    /// The folder is missing.
-    #[error("the folder of the socket {path} does not exist; create it first", path = .0.display())]
-    NoFolder(PathBuf),
-    /// The folder is not writable.
-    #[error("no permission to create the socket {path}; choose a folder that you may write to", path = .0.display())]
+    /// The directory is missing.
+    #[error("the directory of the socket {path} does not exist; create it first", path = .0.display())]
+    NoDirectory(PathBuf),
+    /// The directory is not writable.
+    #[error("no permission to create the socket {path}; choose a directory that you may write to", path = .0.display())]
     Permission(PathBuf),
     /// Another kind of file is there.
     #[error("{path} exists and is not a socket; choose another path or remove it", path = .0.display())]
@@ -99,23 +99,23 @@ impl Socket {
             return Err(SocketError::TooLong(path.into()));
         }
         let failed = |errno| match errno {
-            Errno::NOENT | Errno::NOTDIR => SocketError::NoFolder(path.into()),
+            Errno::NOENT | Errno::NOTDIR => SocketError::NoDirectory(path.into()),
             Errno::ACCESS | Errno::PERM => SocketError::Permission(path.into()),
             errno => system(path, errno),
         };
         let name = path.file_name().ok_or_else(|| failed(Errno::ISDIR))?;
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let folder = openat(CWD, parent, flags, Mode::empty()).map_err(failed)?;
-        let private = PrivateFolder::make(folder.as_fd(), name).map_err(failed)?;
+        let directory = openat(CWD, parent, flags, Mode::empty()).map_err(failed)?;
+        let private = PrivateDirectory::make(directory.as_fd(), name).map_err(failed)?;
         let listener = private.listen().map_err(failed)?;
         if let Some(gid) = gid {
             private.give(gid).map_err(|errno| SocketError::Group { path: path.into(), gid, reason: errno.into() })?;
         }
-        let made = match private.publish(folder.as_fd(), name) {
+        let made = match private.publish(directory.as_fd(), name) {
             Err(Errno::EXIST) => {
-                remove_stale(folder.as_fd(), name, path)?;
-                match private.publish(folder.as_fd(), name) {
+                remove_stale(directory.as_fd(), name, path)?;
+                match private.publish(directory.as_fd(), name) {
                     // Another server was as quick.
                     Err(Errno::EXIST) => return Err(SocketError::InUse(path.into())),
                     outcome => outcome,
@@ -174,16 +174,16 @@ fn place(fd: BorrowedFd<'_>) -> PathBuf {
     Path::new("/proc/self/fd").join(fd.as_raw_fd().to_string())
 }
 
-/// A folder that only this user may enter, in the folder of the socket's path; removed on drop.
-struct PrivateFolder<'a> {
+/// A directory that only this user may enter, in the directory of the socket's path; removed on drop.
+struct PrivateDirectory<'a> {
     parent: BorrowedFd<'a>,
     name: String,
-    folder: OwnedFd,
+    directory: OwnedFd,
     /// The socket's name in it.
     socket: &'a OsStr,
 }
 
-impl<'a> PrivateFolder<'a> {
+impl<'a> PrivateDirectory<'a> {
     fn make(parent: BorrowedFd<'a>, socket: &'a OsStr) -> rustix::io::Result<Self> {
         let make = |_| {
             let name = format!(".ferry-{:016x}", random_u64());
@@ -192,12 +192,12 @@ impl<'a> PrivateFolder<'a> {
         let mut made = (0..NAMES_MAX).map(make).skip_while(|made| matches!(made, Err(Errno::EXIST)));
         let name = made.next().unwrap_or(Err(Errno::EXIST))?;
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let folder = openat(parent, &name, flags, Mode::empty())?;
+        let directory = openat(parent, &name, flags, Mode::empty())?;
         // Tools show the name at bind, so the final name is used if it fits.
         let socket = if socket.len() <= SHOWN_BYTES_MAX { socket } else { OsStr::new("s") };
-        let made = Self { parent, name, folder, socket };
-        // A user who can rename files in the parent may have put another folder there.
-        let found = fstat(&made.folder)?;
+        let made = Self { parent, name, directory, socket };
+        // A user who can rename files in the parent may have put another directory there.
+        let found = fstat(&made.directory)?;
         let is_private = found.st_uid == rustix::process::geteuid().as_raw() && found.st_mode & 0o077 == 0;
         if is_private { Ok(made) } else { Err(Errno::PERM) }
     }
@@ -205,38 +205,38 @@ impl<'a> PrivateFolder<'a> {
     /// Creates the socket, for this user alone.
     fn listen(&self) -> rustix::io::Result<UnixListener> {
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-        rustix::net::bind(&socket, &SocketAddrUnix::new(place(self.folder.as_fd()).join(self.socket))?)?;
-        chmodat(&self.folder, self.socket, MODE, AtFlags::empty())?;
+        rustix::net::bind(&socket, &SocketAddrUnix::new(place(self.directory.as_fd()).join(self.socket))?)?;
+        chmodat(&self.directory, self.socket, MODE, AtFlags::empty())?;
         rustix::net::listen(&socket, BACKLOG)?;
         Ok(socket.into())
     }
 
     /// Also allows a group.
     fn give(&self, gid: u32) -> rustix::io::Result<()> {
-        chownat(&self.folder, self.socket, None, Some(Gid::from_raw(gid)), AtFlags::SYMLINK_NOFOLLOW)?;
-        chmodat(&self.folder, self.socket, MODE_OF_GROUP, AtFlags::empty())
+        chownat(&self.directory, self.socket, None, Some(Gid::from_raw(gid)), AtFlags::SYMLINK_NOFOLLOW)?;
+        chmodat(&self.directory, self.socket, MODE_OF_GROUP, AtFlags::empty())
     }
 
     /// Links it to its path, unless a file is there. Returns device and inode number.
-    fn publish(&self, folder: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<(u64, u64)> {
-        linkat(&self.folder, self.socket, folder, name, AtFlags::empty())?;
-        Ok(identity(&statat(&self.folder, self.socket, AtFlags::SYMLINK_NOFOLLOW)?))
+    fn publish(&self, directory: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<(u64, u64)> {
+        linkat(&self.directory, self.socket, directory, name, AtFlags::empty())?;
+        Ok(identity(&statat(&self.directory, self.socket, AtFlags::SYMLINK_NOFOLLOW)?))
     }
 }
 
-impl Drop for PrivateFolder<'_> {
+impl Drop for PrivateDirectory<'_> {
     fn drop(&mut self) {
-        // On an error an empty folder is left.
-        let _ = unlinkat(&self.folder, self.socket, AtFlags::empty());
+        // On an error an empty directory is left.
+        let _ = unlinkat(&self.directory, self.socket, AtFlags::empty());
         let _ = unlinkat(self.parent, &self.name, AtFlags::REMOVEDIR);
     }
 }
 
 /// Removes a socket file that no process listens on; anything else in its place is an error.
-fn remove_stale(folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> Result<(), SocketError> {
+fn remove_stale(directory: BorrowedFd<'_>, name: &OsStr, path: &Path) -> Result<(), SocketError> {
     let failed = |errno| system(path, errno);
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = match openat(folder, name, flags, Mode::empty()) {
+    let file = match openat(directory, name, flags, Mode::empty()) {
         Err(Errno::NOENT) => return Ok(()),
         file => file.map_err(failed)?,
     };
@@ -258,7 +258,7 @@ fn remove_stale(folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> Result<(),
     match connected {
         // A full backlog belongs to a running server.
         Ok(_) | Err(Errno::AGAIN) => Err(SocketError::InUse(path.into())),
-        Err(Errno::CONNREFUSED) => unlinkat(folder, name, AtFlags::empty()).map_err(failed),
+        Err(Errno::CONNREFUSED) => unlinkat(directory, name, AtFlags::empty()).map_err(failed),
         Err(errno) => Err(failed(errno)),
     }
 }
@@ -280,10 +280,10 @@ mod tests {
 
     use super::*;
 
-    /// A folder of this test's own, removed afterwards.
-    struct Folder(PathBuf);
+    /// A directory of this test's own, removed afterwards.
+    struct Directory(PathBuf);
 
-    impl Folder {
+    impl Directory {
         fn new(name: &str) -> Self {
             let path = std::env::temp_dir().join(format!("ferry-socket-{}-{name}", std::process::id()));
             fs::create_dir(&path).expect("a new name");
@@ -291,7 +291,7 @@ mod tests {
         }
     }
 
-    impl Drop for Folder {
+    impl Drop for Directory {
         fn drop(&mut self) {
             let _ = fs::remove_dir_all(&self.0);
         }
@@ -300,8 +300,8 @@ mod tests {
     /// A stopped server takes no connections: another server must get an error and not wait.
     #[test]
     fn a_server_whose_backlog_is_full_is_in_use() {
-        let folder = Folder::new("full");
-        let path = folder.0.join("s");
+        let directory = Directory::new("full");
+        let path = directory.0.join("s");
         let _listener = UnixListener::bind(&path).expect("a free path");
         let mut waiting = Vec::new();
         loop {
@@ -322,8 +322,8 @@ mod tests {
     /// A killed server may seem to listen for a moment: an immediate restart succeeds.
     #[test]
     fn a_server_that_is_dying_is_replaced() {
-        let folder = Folder::new("dying");
-        let path = folder.0.join("s");
+        let directory = Directory::new("dying");
+        let path = directory.0.join("s");
         let dying = UnixListener::bind(&path).expect("a free path");
         let death = std::thread::spawn(move || {
             std::thread::sleep(std::time::Duration::from_millis(100));
@@ -336,11 +336,11 @@ mod tests {
 
     #[test]
     fn a_socket_is_private_and_removed_with_its_server() {
-        let folder = Folder::new("goes");
-        let path = folder.0.join("s");
+        let directory = Directory::new("goes");
+        let path = directory.0.join("s");
         let socket = Socket::bind(&path).expect("a free path");
         assert_eq!(fs::metadata(&path).expect("a socket").permissions().mode() & 0o777, 0o600);
-        assert_eq!(fs::read_dir(&folder.0).expect("a folder").count(), 1, "nothing else is left");
+        assert_eq!(fs::read_dir(&directory.0).expect("a directory").count(), 1, "nothing else is left");
         assert!(matches!(Socket::bind(&path), Err(SocketError::InUse(_))));
         drop(socket);
         assert!(!path.exists());
@@ -348,8 +348,8 @@ mod tests {
 
     #[test]
     fn a_stale_socket_is_replaced_and_a_successors_kept() {
-        let folder = Folder::new("stale");
-        let path = folder.0.join("s");
+        let directory = Directory::new("stale");
+        let path = directory.0.join("s");
         drop(UnixListener::bind(&path).expect("a free path"));
         let first = Socket::bind(&path).expect("a stale socket");
         fs::remove_file(&path).expect("removed by hand");
@@ -360,13 +360,13 @@ mod tests {
 
     #[test]
     fn mistakes_are_named() {
-        let folder = Folder::new("mistakes");
-        let file = folder.0.join("file");
+        let directory = Directory::new("mistakes");
+        let file = directory.0.join("file");
         fs::write(&file, "precious").expect("a file");
         for (path, words) in [
             (file.clone(), "exists and is not a socket"),
-            (folder.0.join("no/s"), "does not exist"),
-            (folder.0.join("x".repeat(120)), "too long"),
+            (directory.0.join("no/s"), "does not exist"),
+            (directory.0.join("x".repeat(120)), "too long"),
         ] {
             let error = Socket::bind(&path).expect_err(words).to_string();
             assert!(error.contains(words) && error.contains(&*path.to_string_lossy()), "{error}");
@@ -377,22 +377,22 @@ mod tests {
     /// Another thread replaces the socket by links to other files all the time: their mode and group stay.
     #[test]
     fn no_other_files_mode_and_group_are_changed() {
-        let folder = Folder::new("swapped");
-        let (path, precious, aside) = (folder.0.join("s"), folder.0.join("precious"), folder.0.join("aside"));
+        let directory = Directory::new("swapped");
+        let (path, precious, aside) = (directory.0.join("s"), directory.0.join("precious"), directory.0.join("aside"));
         fs::write(&precious, "precious").expect("a file");
         // Another socket, so the file type alone cannot distinguish it.
-        let other = UnixListener::bind(folder.0.join("other")).expect("a free path");
-        for file in [&precious, &folder.0.join("other")] {
+        let other = UnixListener::bind(directory.0.join("other")).expect("a free path");
+        for file in [&precious, &directory.0.join("other")] {
             fs::set_permissions(file, fs::Permissions::from_mode(0o444)).expect("it is ours");
         }
         let of =
             |path: &Path| fs::metadata(path).map(|found| (found.gid(), found.mode() & 0o7777)).expect("it is there");
-        let before = [of(&precious), of(&folder.0.join("other"))];
+        let before = [of(&precious), of(&directory.0.join("other"))];
         let gid = if rustix::process::geteuid().is_root() { 4321 } else { rustix::process::getegid().as_raw() };
         let over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let targets = [&precious, &folder.0.join("other")];
+                let targets = [&precious, &directory.0.join("other")];
                 for number in 0.. {
                     if over.load(Ordering::Relaxed) {
                         break;
@@ -416,14 +416,14 @@ mod tests {
             }
             over.store(true, Ordering::Relaxed);
         });
-        assert_eq!([of(&precious), of(&folder.0.join("other"))], before);
+        assert_eq!([of(&precious), of(&directory.0.join("other"))], before);
         drop(other);
     }
 
     #[test]
     fn a_group_gets_the_socket_and_not_a_links_target() {
-        let folder = Folder::new("group");
-        let path = folder.0.join("s");
+        let directory = Directory::new("group");
+        let path = directory.0.join("s");
         let gid = if rustix::process::geteuid().is_root() { 4321 } else { rustix::process::getegid().as_raw() };
         let socket = Socket::bind_for(&path, Some(gid)).expect("a free path");
         let found = fs::symlink_metadata(&path).expect("a socket");
@@ -432,10 +432,10 @@ mod tests {
         drop(socket);
         std::os::unix::fs::symlink("/dev/null", &path).expect("a link");
         assert!(matches!(Socket::bind_for(&path, Some(gid)), Err(SocketError::NotASocket(_))));
-        let names = fs::read_dir(&folder.0).expect("a folder").count();
+        let names = fs::read_dir(&directory.0).expect("a directory").count();
         assert_eq!(names, 1, "what was made on the way is gone");
         // The longest name that an address has room for.
-        let long = "x".repeat(PATH_BYTES_MAX - folder.0.as_os_str().len() - 1);
-        Socket::bind(&folder.0.join(long)).expect("a free path");
+        let long = "x".repeat(PATH_BYTES_MAX - directory.0.as_os_str().len() - 1);
+        Socket::bind(&directory.0.join(long)).expect("a free path");
     }
 }

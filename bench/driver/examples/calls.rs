@@ -163,8 +163,8 @@ fn retry<C>(connect: impl Fn() -> Outcome<C>) -> Outcome<C> {
     }
 }
 
-fn start(ferry: &str, transport: &str, folder: &Path) -> Outcome<(Server, Box<dyn Client>)> {
-    let (data, at, mount) = (folder.join("data"), folder.join("s"), folder.join("mount"));
+fn start(ferry: &str, transport: &str, directory: &Path) -> Outcome<(Server, Box<dyn Client>)> {
+    let (data, at, mount) = (directory.join("data"), directory.join("s"), directory.join("mount"));
     let _ = fs::remove_file(&at);
     let socket = at.display().to_string();
     let mut command = Command::new(ferry);
@@ -235,13 +235,13 @@ fn main() -> Outcome<()> {
     if transports.is_empty() {
         transports.extend(TRANSPORTS.map(String::from));
     }
-    let folder = std::env::temp_dir().join(format!("calls.{}", std::process::id()));
-    fs::create_dir_all(folder.join("data"))?;
-    fs::create_dir_all(folder.join("mount"))?;
-    fs::write(folder.join("data/file"), vec![7; usize::try_from(FILE_BYTES)?])?;
+    let directory = std::env::temp_dir().join(format!("calls.{}", std::process::id()));
+    fs::create_dir_all(directory.join("data"))?;
+    fs::create_dir_all(directory.join("mount"))?;
+    fs::write(directory.join("data/file"), vec![7; usize::try_from(FILE_BYTES)?])?;
     println!("| transport | requests | system calls each | switches each |\n| --- | --- | --- | --- |");
     for transport in transports {
-        let (server, mut client) = start(&ferry, &transport, &folder)?;
+        let (server, mut client) = start(&ferry, &transport, &directory)?;
         let pid = serving(server.child.id());
         for (load, pause, requests) in [("busy", Duration::ZERO, requests), ("paused", PAUSE, requests / 20)] {
             for op in [Op::Read, Op::Stat] {
@@ -260,6 +260,6 @@ fn main() -> Outcome<()> {
         }
         drop(client);
     }
-    fs::remove_dir_all(&folder)?;
+    fs::remove_dir_all(&directory)?;
     Ok(())
 }

@@ -31,18 +31,18 @@ impl Walk {
         let mut driver = Driver::connect(socket, Config { timeout: TIMEOUT, ..Config::default() })?;
         driver.init()?;
         let mut walk = Self { driver, nodes: Vec::new() };
-        let mut folders = vec![ROOT];
-        while let Some(folder) = folders.pop() {
-            walk.list(folder, &mut folders)?;
+        let mut directories = vec![ROOT];
+        while let Some(directory) = directories.pop() {
+            walk.list(directory, &mut directories)?;
         }
         Ok(walk)
     }
 
-    fn list(&mut self, folder: u64, folders: &mut Vec<u64>) -> Result<()> {
-        let open = self.driver.opendir(folder)?;
+    fn list(&mut self, directory: u64, directories: &mut Vec<u64>) -> Result<()> {
+        let open = self.driver.opendir(directory)?;
         let mut offset = 0;
         loop {
-            let found = self.driver.readdirplus(folder, open.fh, offset, LISTING_BYTES)?;
+            let found = self.driver.readdirplus(directory, open.fh, offset, LISTING_BYTES)?;
             let Some(last) = found.last() else { break };
             offset = last.next;
             for listed in found {
@@ -52,15 +52,15 @@ impl Walk {
                 let node = match listed.entry.filter(|entry| entry.ino.0 != 0) {
                     Some(entry) => entry.ino.0,
                     // A server may leave some out, to see whether they are wanted.
-                    None => self.driver.lookup(folder, &listed.name)?.nodeid,
+                    None => self.driver.lookup(directory, &listed.name)?.nodeid,
                 };
                 if listed.kind == FileType::Directory {
-                    folders.push(node);
+                    directories.push(node);
                 }
                 self.nodes.push(ForgetOne { nodeid: node, nlookup: 1 });
             }
         }
-        self.driver.releasedir(folder, open.fh)
+        self.driver.releasedir(directory, open.fh)
     }
 
     /// How many inodes were met, beside the root.

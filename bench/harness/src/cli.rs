@@ -44,7 +44,7 @@ pub struct Cli {
     /// Only print the names of the rows
     #[arg(long)]
     pub list: bool,
-    /// The folder for all data
+    /// The directory for all data
     #[arg(long, hide = true)]
     pub work: PathBuf,
 }
@@ -97,7 +97,7 @@ impl Cli {
         (peers, skipped)
     }
 
-    /// The folder that gets the report.
+    /// The directory that gets the report.
     pub fn results(&self) -> Option<PathBuf> {
         let full = !self.quick && self.rows.is_none() || self.add;
         self.out.clone().or_else(|| full.then(|| RESULTS.into()))

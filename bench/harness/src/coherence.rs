@@ -164,11 +164,11 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let cache = Cache::from_env()?;
     let virtiofsd = cache.peer("virtiofsd").ok();
     let machine = Machine::look(&cli.work, virtiofsd.as_deref(), None);
-    let (share, folder) = (cli.work.join("share"), cli.work.join("run"));
-    fs::create_dir_all(&folder)?;
+    let (share, directory) = (cli.work.join("share"), cli.work.join("run"));
+    fs::create_dir_all(&directory)?;
     fs::create_dir_all(&share)?;
     let mkfs = cache.disk().map(|set| set.join("bin/mkfs.ext4")).map_err(|error| error.to_string());
-    let place = Place { ferry: crate::cli::program("ferry")?, virtiofsd, mkfs, share, folder };
+    let place = Place { ferry: crate::cli::program("ferry")?, virtiofsd, mkfs, share, directory };
     let (size, runs) = if cli.quick { (Size::QUICK, (15, 3)) } else { (Size::FULL, (50, 5)) };
     let bench = Bench { place, size, runs };
     let progress = Progress::new(rows.len());
@@ -191,18 +191,18 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         },
     )?;
     drop(guests);
-    if let Some(folder) = cli.results() {
+    if let Some(directory) = cli.results() {
         if cli.add {
             let known = |name: &str| {
                 Row::ALL.iter().find(|row| row.name() == name)?;
                 Some(earlier::Row { unit: UNIT, better: Better::Lower })
             };
             let order = Row::ALL.into_iter().map(|row| (row.name().to_owned(), CONFIG));
-            lines = parts::join(&earlier::read(&folder, TABLE, known)?, &lines, order);
+            lines = parts::join(&earlier::read(&directory, TABLE, known)?, &lines, order);
         }
         let machine = Machine { command: crate::cli::command(), ..machine };
         let text = markdown(&lines, &machine, &bench);
-        parts::save(&folder, TABLE, &lines, &text, &crate::chart::svg(&lines, System::Virtiofsd.name()))?;
+        parts::save(&directory, TABLE, &lines, &text, &crate::chart::svg(&lines, System::Virtiofsd.name()))?;
     }
     Ok(crate::cli::verdict(&lines))
 }
@@ -211,12 +211,12 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
 fn unpack(cache: &Cache, bench: &Bench) -> Line {
     let mut line = Line::new(TABLE, Row::Unpack.name().into(), CONFIG, UNIT, Better::Lower);
     let mut samples = BTreeMap::<String, Vec<f64>>::new();
-    let Place { share, folder, .. } = &bench.place;
-    let (archive, target) = (folder.join("tree.tar"), share.join("unpacked"));
+    let Place { share, directory, .. } = &bench.place;
+    let (archive, target) = (directory.join("tree.tar"), share.join("unpacked"));
     let tar = |arguments: &[&OsStr]| {
         let mut command = Command::new("tar");
         command.args(arguments);
-        process::run(command, folder, TAR_TIMEOUT)
+        process::run(command, directory, TAR_TIMEOUT)
     };
     let measure = |system| -> Result<f64> {
         fs::create_dir(&target)?;
@@ -355,7 +355,7 @@ mod tests {
             virtiofsd: None,
             mkfs: Err("none".into()),
             share: "share".into(),
-            folder: "run".into(),
+            directory: "run".into(),
         };
         let text = markdown(&lines, &Machine::default(), &Bench { place, size: Size::QUICK, runs: (2, 2) });
         assert_eq!(text.matches("; p99 2.5 |").count(), Row::ALL.len(), "{text}");

@@ -226,12 +226,12 @@ pub fn write_noise(path: &Path, bytes: u64) -> Result<()> {
 fn make_tree(root: &Path, dirs: usize, files: usize, sizes: std::ops::RangeInclusive<u64>) -> Result<()> {
     let mut noise = Noise(0x2545_f491_4f6c_dd1d);
     for dir in 0..dirs {
-        let folder = root.join(format!("d{dir:02}"));
-        fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+        let directory = root.join(format!("d{dir:02}"));
+        fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
         for file in 0..files {
             let size = sizes.start() + noise.below(sizes.end() - sizes.start() + 1);
             let content = noise.bytes(usize::try_from(size)?);
-            fs::write(folder.join(format!("file-{file:03}.txt")), content)?;
+            fs::write(directory.join(format!("file-{file:03}.txt")), content)?;
         }
     }
     Ok(())
@@ -242,12 +242,12 @@ fn make_packages(root: &Path, packages: usize) -> Result<()> {
     let mut noise = Noise(0x2545_f491_4f6c_dd1d);
     for package in 0..packages {
         for (dir, files) in PACKAGE {
-            let folder = root.join(format!("package-{package:04}")).join(dir);
-            fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+            let directory = root.join(format!("package-{package:04}")).join(dir);
+            fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
             for file in 0..files {
                 let size = usize::try_from(100 + noise.below(1400))?;
                 let content = noise.bytes(size);
-                fs::write(folder.join(format!("module-{file:02}.js")), content)?;
+                fs::write(directory.join(format!("module-{file:02}.js")), content)?;
             }
         }
     }

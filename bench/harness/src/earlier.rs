@@ -16,9 +16,9 @@ pub struct Row {
     pub better: Better,
 }
 
-/// The lines that a table's report in a folder was made of; none where there is no report. `row` knows the table's rows.
-pub fn read(folder: &Path, table: &str, row: impl Fn(&str) -> Option<Row>) -> Result<Vec<Line>> {
-    let path = folder.join(format!("{table}.jsonl"));
+/// The lines that a table's report in a directory was made of; none where there is no report. `row` knows the table's rows.
+pub fn read(directory: &Path, table: &str, row: impl Fn(&str) -> Option<Row>) -> Result<Vec<Line>> {
+    let path = directory.join(format!("{table}.jsonl"));
     if !path.try_exists()? {
         return Ok(Vec::new());
     }
@@ -27,8 +27,8 @@ pub fn read(folder: &Path, table: &str, row: impl Fn(&str) -> Option<Row>) -> Re
 }
 
 /// The same of rows of any name, where there must be a report.
-pub fn all(folder: &Path, table: &str) -> Result<Vec<Line>> {
-    parse(&folder.join(format!("{table}.jsonl")), table, |_| true)
+pub fn all(directory: &Path, table: &str) -> Result<Vec<Line>> {
+    parse(&directory.join(format!("{table}.jsonl")), table, |_| true)
 }
 
 fn parse(path: &Path, table: &str, is_known: impl Fn(&Line) -> bool) -> Result<Vec<Line>> {

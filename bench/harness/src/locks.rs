@@ -210,19 +210,19 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let machine = Machine::look(&cli.work, None, None);
     let progress = Progress::new(rows.len());
     let lines = progress.measure(&rows, name, &[], |row| lines(row, runs))?;
-    if let Some(folder) = cli.results() {
+    if let Some(directory) = cli.results() {
         let machine = Machine { command: crate::cli::command(), ..machine };
-        write(&folder, &lines, &machine, runs)?;
+        write(&directory, &lines, &machine, runs)?;
     }
     Ok(crate::cli::verdict(&lines))
 }
 
-/// Writes the report into a folder.
-fn write(folder: &Path, lines: &[Line], machine: &Machine, runs: usize) -> Result<()> {
+/// Writes the report into a directory.
+fn write(directory: &Path, lines: &[Line], machine: &Machine, runs: usize) -> Result<()> {
     let json: Result<Vec<String>, _> = lines.iter().map(serde_json::to_string).collect();
-    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    std::fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
     let put = |ending: &str, text: String| {
-        let path = folder.join(format!("{TABLE}.{ending}"));
+        let path = directory.join(format!("{TABLE}.{ending}"));
         std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     };
     put("jsonl", json?.join("\n") + "\n")?;

@@ -118,38 +118,42 @@ fn run(cli: &Cli) -> Result<ExitCode> {
     eprint!("{summary}");
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = cli.results() {
+    if let Some(directory) = cli.results() {
         let guest_kernel = runner.guest_kernel.clone().unwrap_or_else(|| "none ran".into());
         let machine = Machine { guest_kernel, command: command(), ..machine };
-        report::write(&folder, &lines, &machine, &summary, &targets)?;
+        report::write(&directory, &lines, &machine, &summary, &targets)?;
     }
     Ok(verdict(&lines))
 }
 
 /// Measures nothing, and writes the report again from its lines. Its head remains that of the measurement.
 fn write_report(cli: &Cli) -> Result<ExitCode> {
-    let folder = &cli.results().context("--report writes into a folder")?;
+    let directory = &cli.results().context("--report writes into a directory")?;
     let table = cli.table.to_possible_value().context("each table has a name")?;
-    let lines = &*earlier::all(folder, table.get_name())?;
+    let lines = &*earlier::all(directory, table.get_name())?;
     let machine = &Machine::default();
-    parts::keep_head(folder, table.get_name(), || match cli.table {
+    parts::keep_head(directory, table.get_name(), || match cli.table {
         Table::Virtiofs => {
             let is_of =
                 |row: &Row| lines.iter().any(|line| (&*line.row, &*line.config) == (&*row.name, row.config.name()));
             let rows: Vec<_> = rows::all().into_iter().filter(is_of).collect();
-            report::write(folder, lines, machine, &Summary::of(&rows, lines), &report::targets(lines))
+            report::write(directory, lines, machine, &Summary::of(&rows, lines), &report::targets(lines))
         }
-        Table::Zufs => zufs::report::write(folder, lines, machine, "", &zufs::report::targets(lines)),
-        Table::V9fs => v9fs::report::write(folder, lines, machine, &v9fs::report::targets(lines)),
-        Table::VhostBlk => blk::report::write(folder, lines, machine, &blk::report::targets(lines)),
+        Table::Zufs => zufs::report::write(directory, lines, machine, "", &zufs::report::targets(lines)),
+        Table::V9fs => v9fs::report::write(directory, lines, machine, &v9fs::report::targets(lines)),
+        Table::VhostBlk => blk::report::write(directory, lines, machine, &blk::report::targets(lines)),
         Table::Images => {
-            images::report::write(folder, lines, machine, "", images::Effort::FULL, &images::report::targets(lines))
+            images::report::write(directory, lines, machine, "", images::Effort::FULL, &images::report::targets(lines))
         }
-        Table::Containers => containers::report::write(folder, lines, machine, "", &containers::report::targets(lines)),
+        Table::Containers => {
+            containers::report::write(directory, lines, machine, "", &containers::report::targets(lines))
+        }
         Table::Metadata => {
-            metadata::report::write(folder, lines, machine, &metadata::report::targets(lines), LargeTrees::FULL)
+            metadata::report::write(directory, lines, machine, &metadata::report::targets(lines), LargeTrees::FULL)
         }
-        Table::Costs => costs::report::write(folder, lines, machine, &costs::report::targets(lines), costs::Size::FULL),
+        Table::Costs => {
+            costs::report::write(directory, lines, machine, &costs::report::targets(lines), costs::Size::FULL)
+        }
         _ => bail!("--report is not for this table"),
     })?;
     Ok(ExitCode::SUCCESS)

@@ -11,27 +11,27 @@ use crate::line::{FERRY, Line};
 /// The maximum number of rows that are listed for one reason why something did not run.
 const ROWS_NAMED_MAX: usize = 4;
 
-/// Writes a table's report into a folder: `TABLE.md`, `TABLE.svg` and `TABLE.jsonl`. What was written by hand about the
+/// Writes a table's report into a directory: `TABLE.md`, `TABLE.svg` and `TABLE.jsonl`. What was written by hand about the
 /// figures, in `TABLE-notes.md`, ends the first.
-pub fn save(folder: &Path, table: &str, lines: &[Line], markdown: &str, svg: &str) -> Result<()> {
-    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+pub fn save(directory: &Path, table: &str, lines: &[Line], markdown: &str, svg: &str) -> Result<()> {
+    std::fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
     let mut json = String::new();
     for line in lines {
         json.push_str(&serde_json::to_string(line)?);
         json.push('\n');
     }
-    let markdown = format!("{markdown}{}", notes(folder, table)?);
+    let markdown = format!("{markdown}{}", notes(directory, table)?);
     for (kind, content) in [("md", &*markdown), ("svg", svg), ("jsonl", &*json)] {
-        let path = folder.join(format!("{table}.{kind}"));
+        let path = directory.join(format!("{table}.{kind}"));
         std::fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
     }
-    eprintln!("bench/run: the report is {}", folder.join(format!("{table}.md")).display());
+    eprintln!("bench/run: the report is {}", directory.join(format!("{table}.md")).display());
     Ok(())
 }
 
 /// Writes a report that has the head of the one before it: all up to its first chapter.
-pub fn keep_head(folder: &Path, table: &str, write: impl FnOnce() -> Result<()>) -> Result<()> {
-    let path = folder.join(format!("{table}.md"));
+pub fn keep_head(directory: &Path, table: &str, write: impl FnOnce() -> Result<()>) -> Result<()> {
+    let path = directory.join(format!("{table}.md"));
     let read = || std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()));
     let chapters = |text: &str| text.find("\n## ").with_context(|| format!("{} has no chapters", path.display()));
     let before = read()?;
@@ -43,8 +43,8 @@ pub fn keep_head(folder: &Path, table: &str, write: impl FnOnce() -> Result<()>)
 }
 
 /// What was written by hand about a table's figures, as the last chapter of its report.
-pub fn notes(folder: &Path, table: &str) -> Result<String> {
-    let path = folder.join(format!("{table}-notes.md"));
+pub fn notes(directory: &Path, table: &str) -> Result<String> {
+    let path = directory.join(format!("{table}-notes.md"));
     match std::fs::read_to_string(&path) {
         Ok(text) => Ok(format!("\n### Why\n\n{text}")),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),

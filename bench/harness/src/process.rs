@@ -14,11 +14,11 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(1);
 /// The end of a program's complaint that an error shows.
 const LAST_WORDS_BYTES: usize = 300;
 
-/// Runs a command and takes what it prints on standard output; its outputs lie in `folder`.
+/// Runs a command and takes what it prints on standard output; its outputs lie in `directory`.
 ///
 /// A program that waits for a server cannot even be killed, so this gives up on it: it goes when its server does.
-pub fn run(mut command: Command, folder: &Path, timeout: Duration) -> Result<String> {
-    let (output, complaint) = (folder.join("load.out"), folder.join("load.err"));
+pub fn run(mut command: Command, directory: &Path, timeout: Duration) -> Result<String> {
+    let (output, complaint) = (directory.join("load.out"), directory.join("load.err"));
     let mut child = command
         .stdin(Stdio::null())
         .stdout(File::create(&output)?)

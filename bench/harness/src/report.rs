@@ -99,10 +99,10 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
     NATIVE.into_iter().filter_map(target).collect()
 }
 
-/// Writes the report into a folder.
-pub fn write(folder: &Path, lines: &[Line], machine: &Machine, summary: &Summary, targets: &[Target]) -> Result<()> {
+/// Writes the report into a directory.
+pub fn write(directory: &Path, lines: &[Line], machine: &Machine, summary: &Summary, targets: &[Target]) -> Result<()> {
     let markdown = markdown(lines, machine, summary, targets);
-    parts::save(folder, "virtiofs", lines, &markdown, &chart::svg(lines, PEER))
+    parts::save(directory, "virtiofs", lines, &markdown, &chart::svg(lines, PEER))
 }
 
 /// The whole report.

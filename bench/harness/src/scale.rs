@@ -55,7 +55,7 @@ fn figure_name(case: &Case, figure: &Figure, size: u64) -> String {
     format!("{}{step}, {size} {}", case.name, case.of)
 }
 
-/// Measures one size in a folder of its own, which goes afterwards.
+/// Measures one size in a directory of its own, which goes afterwards.
 fn lines(work: &Path, case: &Case, size: u64, runs: usize) -> Vec<Line> {
     let values = values(work, case, size, runs);
     let line = |(number, figure): (usize, &Figure)| {
@@ -82,7 +82,8 @@ fn values(work: &Path, case: &Case, size: u64, runs: usize) -> Result<Vec<Vec<f6
         }
         Ok(values)
     });
-    std::fs::remove_dir_all(&place.folder).with_context(|| format!("cannot remove {}", place.folder.display()))?;
+    std::fs::remove_dir_all(&place.directory)
+        .with_context(|| format!("cannot remove {}", place.directory.display()))?;
     values
 }
 
@@ -102,9 +103,9 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let lines = progress.measure(&rows, name, &[], |(case, size)| lines(&cli.work, case, *size, runs))?;
     let targets = targets(&cases, &lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = cli.results() {
+    if let Some(directory) = cli.results() {
         let machine = Machine { command: crate::cli::command(), ..machine };
-        write(&folder, &lines, &markdown(&cases, &lines, &machine, &targets, runs))?;
+        write(&directory, &lines, &markdown(&cases, &lines, &machine, &targets, runs))?;
     }
     Ok(crate::cli::verdict(&lines))
 }
@@ -124,16 +125,16 @@ fn targets(cases: &[Case], lines: &[Line]) -> Vec<Target> {
     cases.iter().flat_map(|case| case.figures.iter().filter_map(move |figure| target(case, figure))).collect()
 }
 
-/// Writes the report into a folder.
-fn write(folder: &Path, lines: &[Line], markdown: &str) -> Result<()> {
+/// Writes the report into a directory.
+fn write(directory: &Path, lines: &[Line], markdown: &str) -> Result<()> {
     let json: Result<Vec<String>, _> = lines.iter().map(serde_json::to_string).collect();
-    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    std::fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
     let put = |ending: &str, text: &str| {
-        let path = folder.join(format!("{TABLE}.{ending}"));
+        let path = directory.join(format!("{TABLE}.{ending}"));
         std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     };
     put("jsonl", &(json?.join("\n") + "\n"))?;
-    put("md", &(markdown.to_owned() + &parts::notes(folder, TABLE)?))
+    put("md", &(markdown.to_owned() + &parts::notes(directory, TABLE)?))
 }
 
 fn markdown(cases: &[Case], lines: &[Line], machine: &Machine, targets: &[Target], runs: usize) -> String {
@@ -181,7 +182,7 @@ mod tests {
 
     #[test]
     fn the_smallest_size_of_each_case_is_measured_and_reported() {
-        let work = tempfile::tempdir().expect("a folder");
+        let work = tempfile::tempdir().expect("a directory");
         let cases = cases();
         let lines: Vec<Line> = cases.iter().flat_map(|case| lines(work.path(), case, case.sizes[0], 1)).collect();
         for line in &lines {

@@ -238,15 +238,15 @@ pub fn is_listening(socket: &Path) -> bool {
     socket.exists() && table.lines().any(|line| is_listener(line, socket))
 }
 
-/// Whether a line of `/proc/net/unix` is of one that listens at this path, which our servers bind by a descriptor of its folder.
+/// Whether a line of `/proc/net/unix` is of one that listens at this path, which our servers bind by a descriptor of its directory.
 fn is_listener(line: &str, socket: &Path) -> bool {
     let mut fields = line.splitn(8, ' ');
     let listens = fields.nth(3) == Some(LISTENING);
     let bound = fields.nth(3).map(|rest| Path::new(rest.trim_start_matches(|letter| letter != '/')));
-    let by_folder = |bound: &Path| {
+    let by_directory = |bound: &Path| {
         bound.starts_with("/proc/self/fd") && bound.components().count() == 6 && bound.file_name() == socket.file_name()
     };
-    listens && bound.is_some_and(|bound| bound == socket || by_folder(bound))
+    listens && bound.is_some_and(|bound| bound == socket || by_directory(bound))
 }
 
 /// Has ours log each request. It can be told to a moment after it listens.

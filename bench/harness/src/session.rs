@@ -22,7 +22,7 @@ pub struct Place {
     /// What is shared.
     pub share: PathBuf,
     /// Sockets and logs.
-    pub folder: PathBuf,
+    pub directory: PathBuf,
     /// The CPU of the guests and of the native driver.
     pub guest_cpu: usize,
     /// The CPUs of the servers, as `taskset -c` takes them.
@@ -36,7 +36,7 @@ impl Place {
     }
 
     fn serve_as(&self, peer: Peer, config: Config, name: &str, queues: Option<usize>, logs: bool) -> Result<Server> {
-        let socket = self.folder.join(format!("{}-{name}", peer.name()));
+        let socket = self.directory.join(format!("{}-{name}", peer.name()));
         // What several queues are for shows only with more than one CPU.
         let all_cpus = format!("{},{}", self.guest_cpu, self.server_cpus);
         let cpus = if queues.is_some_and(|queues| queues > 1) { &all_cpus } else { &self.server_cpus };
@@ -65,7 +65,7 @@ impl Session {
 
     fn start_as(place: &Place, peer: Peer, config: Config, logs: bool) -> Result<Self> {
         let mut server = place.serve_as(peer, config, config.name(), None, logs)?;
-        let log = place.folder.join(format!("{}-{}.guest", peer.name(), config.name()));
+        let log = place.directory.join(format!("{}-{}.guest", peer.name(), config.name()));
         let agent = match Agent::boot(&place.cache, Device::fs(server.socket(), TAG), place.guest_cpu, &log) {
             Ok(agent) => agent,
             Err(error) => return Err(blame(error, &mut server)),
@@ -130,12 +130,12 @@ fn divide(cpus: &[usize]) -> (usize, String) {
 
 /// Where the servers and guests of a run are.
 pub fn place(cli: &Cli, cache: Cache, virtiofsd: Option<PathBuf>, data: &Data) -> Result<Place> {
-    let folder = cli.work.join("run");
-    std::fs::create_dir_all(&folder)?;
+    let directory = cli.work.join("run");
+    std::fs::create_dir_all(&directory)?;
     let ferry = cli::program("ferry")?;
     let (guest_cpu, server_cpus) = divide_cpus()?;
     let programs = Programs { ferry, virtiofsd };
-    Ok(Place { cache, programs, share: data.share.clone(), folder, guest_cpu, server_cpus })
+    Ok(Place { cache, programs, share: data.share.clone(), directory, guest_cpu, server_cpus })
 }
 
 #[cfg(test)]

@@ -25,11 +25,11 @@ impl Tmpfs {
     }
 
     /// Creates a directory with so many empty files in it, by the names of [`file_name`].
-    pub fn make_files(&self, folder: &str, files: u64) -> Result<PathBuf> {
-        let folder = self.0.join(folder);
-        std::fs::create_dir(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-        (0..files).try_for_each(|number| File::create(folder.join(file_name(number))).map(drop))?;
-        Ok(folder)
+    pub fn make_files(&self, directory: &str, files: u64) -> Result<PathBuf> {
+        let directory = self.0.join(directory);
+        std::fs::create_dir(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
+        (0..files).try_for_each(|number| File::create(directory.join(file_name(number))).map(drop))?;
+        Ok(directory)
     }
 }
 

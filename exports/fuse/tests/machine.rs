@@ -132,15 +132,15 @@ fn a_user_mounts_and_is_served_on_both_paths() {
     if !paths().contains(&Path::Uring) || !helper || !rustix::process::geteuid().is_root() {
         return ferry_skip::skip!("needs root, fusermount3 and FUSE-over-io_uring");
     }
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let all = |path: &std::path::Path| std::fs::set_permissions(path, PermissionsExt::from_mode(0o755)).unwrap();
-    all(folder.path());
-    let (device, at) = (folder.path().join("device"), folder.path().join("mnt"));
+    all(directory.path());
+    let (device, at) = (directory.path().join("device"), directory.path().join("mnt"));
     std::fs::create_dir(&device).unwrap();
     std::fs::create_dir(&at).unwrap();
     std::os::unix::fs::chown(&at, Some(65534), Some(65534)).unwrap();
-    // A copy that every user can execute, wherever the build folder is.
-    let program = folder.path().join("test");
+    // A copy that every user can execute, wherever the build directory is.
+    let program = directory.path().join("test");
     // Copied by another process, because a file that a thread here has open for writing cannot be executed.
     let copied = Command::new("cp").arg(std::env::current_exe().unwrap()).arg(&program).status();
     assert!(copied.unwrap().success());
@@ -148,7 +148,7 @@ fn a_user_mounts_and_is_served_on_both_paths() {
     let mut command = Command::new("timeout");
     command.args(["30", "unshare", "--mount", "--propagation", "private", "sh", "-c", OPEN_DEVICE, "sh"]);
     command.arg(&device).arg(&program).args(["as_user", "--exact", "--ignored", "--nocapture"]);
-    let output = command.env(AT, &at).current_dir(folder.path()).output().unwrap();
+    let output = command.env(AT, &at).current_dir(directory.path()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(text.contains("served on Devfuse") && text.contains("served on Uring"), "{text}{errors}");

@@ -390,16 +390,16 @@ impl Target {
     fn innermost(
         path: &Path,
         running: &[(Client, Status)],
-        folder: impl Fn(&ShareStatus) -> Option<PathBuf>,
+        directory: impl Fn(&ShareStatus) -> Option<PathBuf>,
     ) -> Vec<Found> {
         // A mount inside the mount or source of another ferry does not belong to it, even if its own server has died.
         let mount = mount_of(path);
         let within: Vec<_> = each_share(running)
             .filter_map(|(client, share, shown)| {
-                let folder = folder(shown).filter(|folder| mount.is_none() || mount_of(folder) == mount)?;
-                let rest = path.strip_prefix(&folder).ok()?.as_os_str().as_bytes();
+                let directory = directory(shown).filter(|directory| mount.is_none() || mount_of(directory) == mount)?;
+                let rest = path.strip_prefix(&directory).ok()?.as_os_str().as_bytes();
                 let file = (!rest.is_empty()).then(|| FileName(rest.to_vec()));
-                Some((folder.as_os_str().len(), (client, share, file)))
+                Some((directory.as_os_str().len(), (client, share, file)))
             })
             .collect();
         let innermost = within.iter().map(|(length, _)| *length).max();
@@ -494,8 +494,8 @@ mod tests {
 
     /// What a client makes of a server that says this.
     fn told(says: impl Fn(&mut UnixStream) -> std::io::Result<()> + Send + 'static) -> Result<Status> {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("s");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("s");
         let listener = UnixListener::bind(&path).expect("a free path");
         std::thread::spawn(move || {
             let (mut client, _) = listener.accept().expect("a client");
@@ -509,8 +509,8 @@ mod tests {
 
     #[test]
     fn a_server_that_ends_before_its_answer_has_ended() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("s");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("s");
         let listener = UnixListener::bind(&path).expect("a free path");
         let server = std::thread::spawn(move || drop(listener.accept().expect("a client")));
         let owner = rustix::process::geteuid().as_raw();

@@ -102,9 +102,9 @@ fn wait_for_storage(disk: &Args, signals: &BlockedSignals) -> Result<bool> {
     Ok(true)
 }
 
-/// Accesses a disk's file and folders, which blocks if their storage does not respond. Errors appear when the disk is opened.
+/// Accesses a disk's file and directories, which blocks if their storage does not respond. Errors appear when the disk is opened.
 fn probe_storage(disk: &Args) -> ! {
-    let (file, folders) = disk.places();
+    let (file, directories) = disk.places();
     // Opening other kinds of files may block or have effects.
     let is_plain = |found: fs::Metadata| found.is_file() || found.file_type().is_block_device();
     if let Some(file) = file
@@ -112,8 +112,8 @@ fn probe_storage(disk: &Args) -> ! {
     {
         let _ = fs::File::open(file).and_then(|mut file| file.read(&mut [0; 512]));
     }
-    for folder in folders {
-        let _ = fs::read_dir(folder).map(|mut entries| entries.next());
+    for directory in directories {
+        let _ = fs::read_dir(directory).map(|mut entries| entries.next());
     }
     // Exits without the destructors of the parent's state.
     std::process::exit(0)

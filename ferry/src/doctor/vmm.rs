@@ -13,8 +13,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::check::{Check, Export};
 use super::version::{Version, first_version};
 
-/// Folders besides PATH in which distributions have such programs.
-const FOLDERS: [&str; 4] = ["/usr/sbin", "/usr/libexec", "/usr/lib/qemu", "/opt/kata/bin"];
+/// Directories besides PATH in which distributions have such programs.
+const DIRECTORIES: [&str; 4] = ["/usr/sbin", "/usr/libexec", "/usr/lib/qemu", "/opt/kata/bin"];
 /// How long a program may take to print its version.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The most that is read of what it prints; QEMU's list of devices has 30 KiB.
@@ -90,13 +90,13 @@ const ENGINES: [Vmm; 2] = [
 ];
 
 pub fn checks() -> Vec<Check> {
-    let folders = folders();
+    let directories = directories();
     let mut checks = vec![kvm()];
     for engine in &ENGINES {
-        let Some(program) = find(engine.programs, &folders) else { continue };
+        let Some(program) = find(engine.programs, &directories) else { continue };
         checks.push(judge(engine, &program, output(&program, engine.version).as_deref(), &[Export::Containers]));
     }
-    let found: Vec<_> = VMMS.iter().filter_map(|vmm| Some((vmm, find(vmm.programs, &folders)?))).collect();
+    let found: Vec<_> = VMMS.iter().filter_map(|vmm| Some((vmm, find(vmm.programs, &directories)?))).collect();
     let any = Check::new("vmm", &[Export::Virtiofs, Export::Disk], &[]);
     checks.push(match found.as_slice() {
         [] => any.lacks(
@@ -179,18 +179,18 @@ fn devices(list: Option<&str>) -> Check {
     }
 }
 
-/// The folders to look in, in their order.
-fn folders() -> Vec<PathBuf> {
+/// The directories to look in, in their order.
+fn directories() -> Vec<PathBuf> {
     let path: OsString = std::env::var_os("PATH").unwrap_or_default();
     // An empty word is the working directory, from which nothing is run.
-    let own = std::env::split_paths(&path).filter(|folder| folder.is_absolute()).collect::<Vec<_>>();
-    own.into_iter().chain(FOLDERS.map(PathBuf::from)).collect()
+    let own = std::env::split_paths(&path).filter(|directory| directory.is_absolute()).collect::<Vec<_>>();
+    own.into_iter().chain(DIRECTORIES.map(PathBuf::from)).collect()
 }
 
-fn find(names: &[&str], folders: &[PathBuf]) -> Option<PathBuf> {
+fn find(names: &[&str], directories: &[PathBuf]) -> Option<PathBuf> {
     let is_program =
         |path: &PathBuf| path.metadata().is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0);
-    names.iter().find_map(|name| folders.iter().map(|folder| folder.join(name)).find(is_program))
+    names.iter().find_map(|name| directories.iter().map(|directory| directory.join(name)).find(is_program))
 }
 
 /// What a program prints, up to a bound in bytes and time; `None` if it does not run, or does not end in time.

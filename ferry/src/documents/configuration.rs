@@ -38,7 +38,7 @@ pub fn page(table: &Command) -> Vec<u8> {
     page.control("SH", ["SYNOPSIS"]).text([bold("ferry share --config"), roman(" "), italic("FILE")]);
     page.control("SH", ["DESCRIPTION"]).text([roman(
         "A file in TOML that lists what one process serves: a [[share]] table for each share, and a [[disk]] table for each disk. \
-         Keys are the long flags of ferry-share(1) and ferry-disk(1) without their dashes. Relative paths are relative to the folder \
+         Keys are the long flags of ferry-share(1) and ferry-disk(1) without their dashes. Relative paths are relative to the directory \
          of the file. An unknown key is an error.",
     )]);
     page.control("SH", ["THE PROCESS"]).text([roman("These keys stand before the tables.")]);
@@ -154,8 +154,8 @@ mod tests {
     /// The page's example is a file that the program takes.
     #[test]
     fn the_example_is_a_configuration() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let file = folder.path().join(NAME);
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join(NAME);
         std::fs::write(&file, EXAMPLE).expect("a file");
         let read = config::read(&file).expect("a good file");
         assert_eq!((read.shares.len(), read.disks.len()), (1, 1));

@@ -75,11 +75,11 @@ impl fmt::Display for Address {
 }
 
 impl Address {
-    /// Resolves its path relative to a folder.
-    pub fn in_folder(self, folder: &Path) -> Self {
+    /// Resolves its path relative to a directory.
+    pub fn in_directory(self, directory: &Path) -> Self {
         match self {
-            Self::Unix(path) => Self::Unix(folder.join(path)),
-            Self::VhostUser(path) => Self::VhostUser(folder.join(path)),
+            Self::Unix(path) => Self::Unix(directory.join(path)),
+            Self::VhostUser(path) => Self::VhostUser(directory.join(path)),
             other => other,
         }
     }

@@ -87,7 +87,7 @@ impl Share {
         }
         match (&kind, given(&of_images)) {
             (Kind::Image(_), _) if self.store.is_none() => {
-                return Some(format!("{source} needs --store, the folder with the data of its files"));
+                return Some(format!("{source} needs --store, the directory with the data of its files"));
             }
             (Kind::Image(_), _) | (_, None) => {}
             (_, Some(flag)) => return Some(format!("--{flag} is for image:PATH, and {source} is not one")),

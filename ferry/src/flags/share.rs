@@ -191,8 +191,8 @@ pub struct Share {
     #[arg(long, help_heading = "For virtual machines")]
     pub once: bool,
 
-    /// Keep the guest's open files and the connection to its VMM in this folder, so that the server can end (or be killed) and
-    /// restart with the same flags while the guest runs. The folder is created if needed; it must belong to this user, with mode
+    /// Keep the guest's open files and the connection to its VMM in this directory, so that the server can end (or be killed) and
+    /// restart with the same flags while the guest runs. The directory is created if needed; it must belong to this user, with mode
     /// 0700. A process ferry-keeper holds the state until the guest ends, or for ten minutes without a server. SIGTERM ends the
     /// server; SIGQUIT ends the server and its keeper.
     #[arg(long, value_name = "DIR", help_heading = "Restart and migration")]
@@ -287,7 +287,7 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", requires = "tier2", help_heading = "For mem and pmem:PATH")]
     pub tier2_size: Option<Size>,
 
-    /// The folder with the data of image files.
+    /// The directory with the data of image files.
     #[arg(long, value_name = "DIR", help_heading = "For image:PATH")]
     pub store: Option<PathBuf>,
 
@@ -464,23 +464,23 @@ impl Share {
         Kind::of(&self.source)
     }
 
-    /// Makes its paths absolute, relative to `folder`: background servers, servers with another root directory and reconnecting
+    /// Makes its paths absolute, relative to `directory`: background servers, servers with another root directory and reconnecting
     /// clients run in another directory.
-    pub fn resolve_paths(&mut self, folder: &Path) {
-        self.source = self.kind().word_in(folder);
+    pub fn resolve_paths(&mut self, directory: &Path) {
+        self.source = self.kind().word_in(directory);
         let Self { mount, state, tier2, store, tls_cert, tls_key, tls_client_ca, .. } = self;
         let of_exports = [mount, state, tier2, store, tls_cert, tls_key, tls_client_ca];
         let of_client = [&mut self.server_ca, &mut self.client_cert, &mut self.client_key];
         for path in of_exports.into_iter().chain(of_client).flatten() {
-            *path = folder.join(&*path);
+            *path = directory.join(&*path);
         }
     }
 
     /// The same for its listening sockets. The command line leaves them relative, because a unix socket address holds only 107
     /// bytes and the sockets are created before the process changes directory.
-    pub fn resolve_sockets(&mut self, folder: &Path) {
-        self.virtiofs = self.virtiofs.take().map(|path| folder.join(path));
-        self.ninep = self.ninep.take().map(|address| address.in_folder(folder));
+    pub fn resolve_sockets(&mut self, directory: &Path) {
+        self.virtiofs = self.virtiofs.take().map(|path| directory.join(path));
+        self.ninep = self.ninep.take().map(|address| address.in_directory(directory));
     }
 
     /// Whether it has an export.

@@ -26,7 +26,7 @@ pub enum Kind {
     Pmem(PathBuf),
     /// The tree in this image.
     Image(PathBuf),
-    /// Layers of container images, kept in this folder.
+    /// Layers of container images, kept in this directory.
     Layers(PathBuf),
     /// The tree of a 9P server, by its address; [`Server`] parses it.
     Ninep(OsString),
@@ -68,10 +68,10 @@ impl Kind {
         }
     }
 
-    /// Returns the word for this source, with its path relative to a folder.
-    pub fn word_in(self, folder: &Path) -> PathBuf {
+    /// Returns the word for this source, with its path relative to a directory.
+    pub fn word_in(self, directory: &Path) -> PathBuf {
         // The mount table shows it, so it has no `/./`.
-        let plain = |path: PathBuf| folder.join(path).components().collect::<PathBuf>();
+        let plain = |path: PathBuf| directory.join(path).components().collect::<PathBuf>();
         let below = |prefix: &[u8], path: PathBuf| {
             let mut word = OsStr::from_bytes(prefix).to_owned();
             word.push(plain(path));
@@ -84,7 +84,7 @@ impl Kind {
             Self::Image(path) => below(IMAGE, path),
             Self::Layers(path) => below(LAYERS, path),
             Self::Ninep(address) => {
-                let seen = Server::of(&address).map(|server| server.in_folder(folder).word());
+                let seen = Server::of(&address).map(|server| server.in_directory(directory).word());
                 let mut word = OsStr::from_bytes(NINEP).to_owned();
                 word.push(seen.unwrap_or(address));
                 word.into()
@@ -135,9 +135,9 @@ impl Server {
         matches!(self.place, Address::Tls(..))
     }
 
-    /// Resolves its path relative to a folder.
-    pub fn in_folder(self, folder: &Path) -> Self {
-        Self { place: self.place.in_folder(folder), ..self }
+    /// Resolves its path relative to a directory.
+    pub fn in_directory(self, directory: &Path) -> Self {
+        Self { place: self.place.in_directory(directory), ..self }
     }
 
     /// Returns the address as a user writes it.
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn words_have_their_paths_from_a_folder() {
+    fn words_have_their_paths_from_a_directory() {
         for (word, seen) in [
             ("mem", "mem"),
             ("a", "/f/a"),

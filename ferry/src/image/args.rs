@@ -11,7 +11,7 @@ use crate::size::Size;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct StoreArg {
-    /// The folder with the data of the files.
+    /// The directory with the data of the files.
     #[arg(long, value_name = "DIR")]
     pub store: PathBuf,
 }

@@ -111,7 +111,7 @@ fn directory(path: &Path) -> Option<(u32, u32, u64)> {
     Some((found.stx_dev_major, found.stx_dev_minor, found.stx_ino))
 }
 
-/// Whether a mount is the root of a container: containerd names a folder after it, with the mount on it or on `rootfs` in it.
+/// Whether a mount is the root of a container: containerd names a directory after it, with the mount on it or on `rootfs` in it.
 fn is_named(at: &Path, name: &str) -> bool {
     let at = if at.file_name() == Some(OsStr::new("rootfs")) { at.parent().unwrap_or(at) } else { at };
     let found = at.file_name().map(OsStr::as_bytes).unwrap_or_default();
@@ -134,8 +134,8 @@ fn of_mount(mount: &MountEntry) -> Option<Container> {
         lower.iter().filter_map(|path| Some(fs::metadata(root.join(path)).ok()?.dev())).collect();
     for entry in fs::read_dir(root.join("lazy")).ok()?.flatten() {
         let layer = entry.path().join("layer");
-        let (Ok(found), Ok(folder)) = (fs::metadata(&layer), fs::metadata(entry.path())) else { continue };
-        if found.dev() == folder.dev() || !devices.contains(&found.dev()) {
+        let (Ok(found), Ok(directory)) = (fs::metadata(&layer), fs::metadata(entry.path())) else { continue };
+        if found.dev() == directory.dev() || !devices.contains(&found.dev()) {
             continue;
         }
         // MANIFEST-LAYERS
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn containers_are_identified_by_their_folders() {
+    fn containers_are_identified_by_their_directories() {
         let task = "/run/containerd/io.containerd.runtime.v2.task/k8s.io/0123456789abcdef/rootfs";
         for (at, name, expected) in [
             (task, "0123456789abcdef", true),

@@ -48,7 +48,7 @@ pub fn pull(args: &MountArgs, options: &str) -> Result<Option<(MountArgs, ImageO
     let pulled = registry::pull_and_report(&args.image.image, &args.store.store, options, &origin)?;
     let Some((objects, from)) = pulled else { return Ok(None) };
     let mut args = args.clone();
-    // Their folder has its final name now.
+    // Their directory has its final name now.
     for path in [&mut args.image.image, &mut args.dir] {
         *path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
     }
@@ -198,10 +198,10 @@ mod tests {
 
     #[test]
     fn a_server_stays_if_its_packs_are_not_durable() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| folder.path().join(name);
-        fs::create_dir(at("tree")).expect("folders can be made");
-        let store = Store::create(&at("store")).expect("folders can be made");
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| directory.path().join(name);
+        fs::create_dir(at("tree")).expect("directories can be made");
+        let store = Store::create(&at("store")).expect("directories can be made");
         build(&at("tree"), &at("image"), store, &BuildOptions::default(), &|_, _| {}).expect("it can be built");
         let image = Image::open(&at("image"), None).expect("it was built");
         let objects = Arc::new(Objects::open(&image, &at("store")).expect("it was built"));

@@ -9,7 +9,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_image::{Data, Image, PackRef, Store, configure_erofs, kernel_messages, objects_folder};
+use ferry_image::{Data, Image, PackRef, Store, configure_erofs, kernel_messages, objects_directory};
 use ferry_vfs::FileType;
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use rustix::io::Errno;
@@ -35,10 +35,10 @@ pub struct MountArgs {
     pub(super) dir: PathBuf,
     #[command(flatten)]
     pub(super) store: StoreArg,
-    /// Make the mount writable, and keep the changes in this folder, for later mounts of the same image with it.
+    /// Make the mount writable, and keep the changes in this directory, for later mounts of the same image with it.
     #[arg(long, value_name = "DIR")]
     upper: Option<PathBuf>,
-    /// The work folder of overlayfs, on the file system of the upper one [default: the upper folder's name plus .work].
+    /// The work directory of overlayfs, on the file system of the upper one [default: the upper directory's name plus .work].
     #[arg(long, value_name = "DIR", requires = "upper")]
     work: Option<PathBuf>,
     /// With --digest, whether to refuse a mount if the kernel cannot verify reads with fs-verity: auto refuses only if the file
@@ -68,12 +68,12 @@ pub(super) enum Word {
 }
 
 impl MountArgs {
-    /// Makes its paths absolute, relative to `folder`; not those of an image that is yet to be pulled, whose folder is renamed then.
-    pub fn resolve_paths(&mut self, folder: &Path) {
+    /// Makes its paths absolute, relative to `directory`; not those of an image that is yet to be pulled, whose directory is renamed then.
+    pub fn resolve_paths(&mut self, directory: &Path) {
         let Self { image: ImageArg { image, .. }, dir, store: StoreArg { store }, upper, work, lazily, .. } = self;
         let own = [image, dir].into_iter().filter(|_| lazily.pull.is_none());
         for path in own.chain([store]).chain(upper).chain(work) {
-            *path = folder.join(&*path);
+            *path = directory.join(&*path);
         }
     }
 
@@ -120,7 +120,7 @@ pub(super) fn attach_file(
         bail!(
             "the objects in {} have no fs-verity, so the kernel cannot verify the data of files: mount without --digest \
              after ferry image verify --digest, or use ferry mount image:{} --digest, which verifies it itself",
-            objects_folder(store).display(),
+            objects_directory(store).display(),
             path.display()
         );
     }
@@ -138,7 +138,7 @@ pub(super) fn attach_file(
     let mut mounted = erofs(image, (proved, &path), &packs.paths, (args.by_loop, attributes))?;
     drop(packs.files);
     if image.is_composefs() || upper.is_some() {
-        let objects = objects_folder(store);
+        let objects = objects_directory(store);
         let objects = objects.canonicalize().with_context(|| format!("cannot find {}", objects.display()))?;
         let layers = Layers {
             image: &path,
@@ -180,7 +180,7 @@ fn has_verity(image: &Image, store: &Path) -> Result<bool> {
             }
             FileType::RegularFile => {
                 if let Data::Object { path: Some(path), .. } = image.data(&inode)? {
-                    let path = objects_folder(store).join(OsStr::from_bytes(path));
+                    let path = objects_directory(store).join(OsStr::from_bytes(path));
                     let found = statx(CWD, &path, AtFlags::empty(), StatxFlags::TYPE);
                     let found = found.with_context(|| format!("cannot inspect {}", path.display()))?;
                     return Ok(found.stx_attributes.contains(StatxAttributes::VERITY));
@@ -308,17 +308,17 @@ struct Layers<'a> {
 
 impl Layers<'_> {
     /// Returns a detached mount of the layers. Before Linux 6.15, overlayfs accepts no detached layers, so the image is mounted
-    /// on a folder for a moment: overlayfs then has its own mount of each layer.
-    fn mount(&self, by_folder: bool) -> Result<OwnedFd> {
-        if !by_folder {
+    /// on a directory for a moment: overlayfs then has its own mount of each layer.
+    fn mount(&self, by_directory: bool) -> Result<OwnedFd> {
+        if !by_directory {
             match self.configure(None)? {
                 Ok(context) => return self.detached_mount(&context),
                 Err((_, Errno::INVAL)) => {}
                 Err((context, error)) => return Err(self.refused(with_kernel_messages(&context, error))),
             }
         }
-        let folder = Folder::mount(self.lower)?;
-        match self.configure(Some(folder.0.path()))? {
+        let directory = Directory::mount(self.lower)?;
+        match self.configure(Some(directory.0.path()))? {
             Ok(context) => self.detached_mount(&context),
             Err((context, error)) => Err(self.refused(with_kernel_messages(&context, error))),
         }
@@ -338,7 +338,7 @@ impl Layers<'_> {
         error.context(format!("overlayfs does not mount {}{upper}{needed}", self.image.display()))
     }
 
-    /// Configures the mount; with `lower`, for kernels that need the image on a folder.
+    /// Configures the mount; with `lower`, for kernels that need the image on a directory.
     fn configure(&self, lower: Option<&Path>) -> Result<Configured> {
         let context = context("overlay")?;
         let fs = context.as_fd();
@@ -387,20 +387,21 @@ fn escaped(path: &Path) -> OsString {
     OsString::from_vec(path.as_os_str().as_bytes().iter().flat_map(escape).collect())
 }
 
-/// A folder with a temporary mount.
-struct Folder(tempfile::TempDir);
+/// A directory with a temporary mount.
+struct Directory(tempfile::TempDir);
 
-impl Folder {
+impl Directory {
     fn mount(mounted: &OwnedFd) -> Result<Self> {
-        let folder = tempfile::Builder::new().prefix("ferry-image.").tempdir();
-        let folder = folder.map_err(|error| anyhow!("cannot create a folder for a temporary mount: {error}"))?;
-        move_mount(mounted.as_fd(), "", CWD, folder.path(), MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
-            .with_context(|| format!("cannot mount on {}", folder.path().display()))?;
-        Ok(Self(folder))
+        let directory = tempfile::Builder::new().prefix("ferry-image.").tempdir();
+        let directory =
+            directory.map_err(|error| anyhow!("cannot create a directory for a temporary mount: {error}"))?;
+        move_mount(mounted.as_fd(), "", CWD, directory.path(), MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+            .with_context(|| format!("cannot mount on {}", directory.path().display()))?;
+        Ok(Self(directory))
     }
 }
 
-impl Drop for Folder {
+impl Drop for Directory {
     fn drop(&mut self) {
         if let Err(error) = unmount(self.0.path(), UnmountFlags::DETACH) {
             tracing::warn!("cannot unmount {}: {error}", self.0.path().display());
@@ -425,20 +426,20 @@ mod tests {
 
     #[test]
     fn the_file_that_was_proved_is_mounted() {
-        let folder = tempfile::tempdir().expect("folders can be made");
-        let at = |name: &str| folder.path().join(name).into_os_string();
+        let directory = tempfile::tempdir().expect("directories can be made");
+        let at = |name: &str| directory.path().join(name).into_os_string();
         let digest = ["good", "bad"].map(|name| {
-            fs::create_dir(at("tree")).expect("folders can be made");
+            fs::create_dir(at("tree")).expect("directories can be made");
             fs::write(Path::new(&at("tree")).join(name), "some").expect("files can be made");
-            let store = Store::create(Path::new(&at("store"))).expect("folders can be made");
+            let store = Store::create(Path::new(&at("store"))).expect("directories can be made");
             let (tree, image) = (at("tree"), at(name));
             let built = build(Path::new(&tree), Path::new(&image), store, &BuildOptions::default(), &|_, _| {});
-            fs::remove_dir_all(at("tree")).expect("folders can be removed");
+            fs::remove_dir_all(at("tree")).expect("directories can be removed");
             built.expect("it can be built").digest.to_string()
         });
         for further in [None, Some("--loop")] {
             fs::copy(at("good"), at("image")).expect("files can be copied");
-            fs::create_dir_all(at("mnt")).expect("folders can be made");
+            fs::create_dir_all(at("mnt")).expect("directories can be made");
             let digest = OsString::from(&digest[0]);
             let words =
                 ["mount".into(), at("image"), at("mnt"), "--store".into(), at("store"), "--digest".into(), digest];

@@ -18,7 +18,7 @@ use rustix::mount::{
 };
 use rustix::thread::UnshareFlags;
 
-const FOLDER_MODE: RawMode = 0o755;
+const DIR_MODE: RawMode = 0o755;
 const FILE_MODE: RawMode = 0o600;
 
 /// Runs `work` on a thread whose root directory contains only these files, at their absolute paths.
@@ -64,9 +64,9 @@ fn enter_root(root: &OwnedFd) -> Result<()> {
 
 /// Mounts a file at a path below the root.
 fn mount_file(path: &Path, file: &OwnedFd) -> Result<()> {
-    let folders: Vec<_> = path.ancestors().skip(1).filter(|folder| !folder.as_os_str().is_empty()).collect();
-    for folder in folders.into_iter().rev() {
-        match mkdirat(CWD, folder, Mode::from_raw_mode(FOLDER_MODE)) {
+    let directories: Vec<_> = path.ancestors().skip(1).filter(|directory| !directory.as_os_str().is_empty()).collect();
+    for directory in directories.into_iter().rev() {
+        match mkdirat(CWD, directory, Mode::from_raw_mode(DIR_MODE)) {
             Ok(()) | Err(Errno::EXIST) => {}
             Err(error) => return Err(error),
         }
@@ -89,11 +89,11 @@ mod tests {
 
     #[test]
     fn there_is_nothing_else() {
-        let folder = tempfile::tempdir().expect("folders can be made");
-        let path = folder.path().join("a");
+        let directory = tempfile::tempdir().expect("directories can be made");
+        let path = directory.path().join("a");
         fs::write(&path, "proved").expect("files can be made");
         let file = File::open(&path).expect("it was made");
-        fs::rename(&path, folder.path().join("b")).expect("files can be renamed");
+        fs::rename(&path, directory.path().join("b")).expect("files can be renamed");
         fs::write(&path, "another").expect("files can be made");
         let look = || (fs::read_to_string(&path).ok(), fs::read_dir("/").map(|names| names.count()).ok());
         match with_files(&[(&path, &file)], look) {

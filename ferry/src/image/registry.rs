@@ -185,7 +185,7 @@ mod with {
     use super::*;
     use crate::output::print;
 
-    /// The environment variable with a colon-separated list of folders with containerd's `hosts.toml` files.
+    /// The environment variable with a colon-separated list of directories with containerd's `hosts.toml` files.
     const HOSTS: &str = "FERRY_REGISTRY_HOSTS";
     /// The environment variable with the path of the reference's manifest, if the calling program has just fetched it.
     const MANIFEST: &str = "FERRY_REGISTRY_MANIFEST";
@@ -217,7 +217,7 @@ mod with {
         // Some requests are reserved for readers, who never wait for the background.
         let requests_max = usize::from(jobs) + READERS;
         let hosts = std::env::var_os(HOSTS).unwrap_or_default();
-        let hosts = std::env::split_paths(&hosts).filter(|folder| !folder.as_os_str().is_empty()).collect();
+        let hosts = std::env::split_paths(&hosts).filter(|directory| !directory.as_os_str().is_empty()).collect();
         // A file with another manifest is ignored; if it cannot be read, the manifest is fetched.
         let manifest =
             std::env::var_os(MANIFEST).and_then(|path| read_at_most(Path::new(&path), MANIFEST_BYTES_MAX).ok());
@@ -243,10 +243,10 @@ mod with {
 
     pub fn push(args: &PushArgs) -> Result<()> {
         let remote = remote(&args.remote.reference, args.remote.plain_http, args.remote.jobs)?;
-        let folder = &args.store.store;
-        let (store, bar) = (Store::open(folder)?, bar("bytes"));
+        let directory = &args.store.store;
+        let (store, bar) = (Store::open(directory)?, bar("bytes"));
         let (image, digest, jobs) = (&args.image.image, args.image.digest(), usize::from(args.remote.jobs));
-        let pushed = ferry_registry::push(&remote, image, digest, &store, folder, jobs, &progress(&bar))?;
+        let pushed = ferry_registry::push(&remote, image, digest, &store, directory, jobs, &progress(&bar))?;
         bar.finish_and_clear();
         let PushOutcome { digest, manifest, sent_bytes } = pushed;
         let Counts { requests, .. } = remote.counts();
@@ -285,14 +285,14 @@ mod with {
 
     pub fn convert(args: &ConvertArgs) -> Result<()> {
         let remote = remote(&args.remote.reference, args.remote.plain_http, args.remote.jobs)?;
-        let folder = &args.store.store;
-        let store = Store::create(folder)?;
-        let new = store.temporary_folder()?;
+        let directory = &args.store.store;
+        let store = Store::create(directory)?;
+        let new = store.temporary_directory()?;
         let unkept = new.path().join("image");
         let output = args.output.as_deref().unwrap_or(&unkept);
         let bar = bar("bytes");
         let jobs = args.remote.jobs.into();
-        let outcome = ferry_registry::convert(&remote, output, folder, jobs, &progress(&bar))?;
+        let outcome = ferry_registry::convert(&remote, output, directory, jobs, &progress(&bar))?;
         bar.finish_and_clear();
         drop((new, store));
         let ConvertOutcome { digest, manifest, subject, sent_bytes } = outcome;
@@ -336,11 +336,11 @@ mod with {
         Ok(source)
     }
 
-    /// Opens the layers of containers that a folder has, and that are still in their registries.
-    pub fn open_layers(folder: &Path, options: LayerOptions) -> Result<Arc<dyn ferry_vfs::FileSystem>> {
+    /// Opens the layers of containers that a directory has, and that are still in their registries.
+    pub fn open_layers(directory: &Path, options: LayerOptions) -> Result<Arc<dyn ferry_vfs::FileSystem>> {
         let LayerOptions { ahead_bytes, plain_http } = options;
         let options = ferry_layers::Options { ahead_bytes, plain_http, ..ferry_layers::Options::default() };
-        Ok(Arc::new(ferry_layers::LayerStore::open(folder, options)?))
+        Ok(Arc::new(ferry_layers::LayerStore::open(directory, options)?))
     }
 
     /// The same, for direct access to the packs.
@@ -374,7 +374,7 @@ mod with {
             return Ok(None);
         }
         remote.set_limits(Limits::default());
-        // Its folder has its final name now.
+        // Its directory has its final name now.
         let path = &path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
         let digest = Digest::parse(image.digest.as_bytes());
         let objects = open_objects(path, digest, prepare_with(&remote, packs, store, from)?)?;

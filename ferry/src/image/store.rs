@@ -24,11 +24,11 @@ const NEW_PREFIX: &[u8] = b".new-";
 const LIST_SUFFIX: &[u8] = b".trace";
 
 const IMAGES_OF_DU: &str =
-    "The images, or folders that contain only images [default for the store of ferry-snapshotter: all that it has]";
+    "The images, or directories that contain only images [default for the store of ferry-snapshotter: all that it has]";
 
 #[derive(Debug, clap::Args)]
 pub struct ImagesArg {
-    /// The images, or folders that contain only images and their lists (.trace).
+    /// The images, or directories that contain only images and their lists (.trace).
     #[arg(value_name = "IMAGE", required = true)]
     images: Vec<PathBuf>,
     #[command(flatten)]
@@ -76,10 +76,11 @@ pub struct DiffArgs {
 }
 
 impl ImagesArg {
-    /// Returns the files; those of folders are sorted by name.
+    /// Returns the files; those of directories are sorted by name.
     fn files(&self) -> Result<Vec<PathBuf>> {
         if self.images.is_empty() {
-            let root = snapshotter_of(&self.store.store).context("name at least one image, or a folder of images")?;
+            let root =
+                snapshotter_of(&self.store.store).context("name at least one image, or a directory of images")?;
             return images_of_snapshotter(&root);
         }
         let mut files = Vec::new();
@@ -118,8 +119,8 @@ fn snapshotter_of(store: &Path) -> Option<PathBuf> {
 /// Returns the images of layers, also of uncommitted ones, and those that are fetched on demand.
 fn images_of_snapshotter(root: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
-    for folder in ["snapshots", "lazy"].map(|name| root.join(name)) {
-        let entries = std::fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))?;
+    for directory in ["snapshots", "lazy"].map(|name| root.join(name)) {
+        let entries = std::fs::read_dir(&directory).with_context(|| format!("cannot list {}", directory.display()))?;
         let of_snapshot = |path: PathBuf| ["image", "applied"].map(|name| path.join(name));
         // For a moment, a layer has both names.
         let images =

@@ -111,8 +111,8 @@ fn trace_container(name: &str, args: &TraceArgs) -> Result<u8> {
     watch.take()?;
     let list = args.output.clone().unwrap_or_else(|| container.list());
     if args.output.is_none() {
-        let folder = parent(&list);
-        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let directory = parent(&list);
+        std::fs::create_dir_all(directory).with_context(|| format!("cannot make {}", directory.display()))?;
     }
     // Files that the container has written are left out.
     let is_of_image = |path: &[u8]| is_file(&container.layer, path);
@@ -152,7 +152,7 @@ fn is_file(tree: &Path, path: &[u8]) -> bool {
 }
 
 fn parent(list: &Path) -> &Path {
-    list.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+    list.parent().filter(|directory| !directory.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Creates a temporary file for a list.

@@ -1,4 +1,4 @@
-//! Writable mounts of images: overlayfs's upper layer, and its work folder.
+//! Writable mounts of images: overlayfs's upper layer, and its work directory.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::ErrorKind;
@@ -15,21 +15,21 @@ use rustix::io::Errno;
 /// Longer than any digest as text.
 const DIGEST_TEXT_BYTES_MAX: usize = 256;
 
-/// The attribute of the work folder that names the image of the upper layer.
+/// The attribute of the work directory that names the image of the upper layer.
 const IMAGE: &str = "trusted.ferry.image";
 
 /// An upper layer that no other process mounts while this lives.
 #[derive(Debug)]
 pub struct Upper {
-    /// The folder of changes. Both paths are absolute.
+    /// The directory of changes. Both paths are absolute.
     pub dir: PathBuf,
-    /// The work folder of overlayfs.
+    /// The work directory of overlayfs.
     pub work: PathBuf,
     _lock: File,
 }
 
 impl Upper {
-    /// Creates missing folders, and checks that this can be the upper layer of an image: changes over one image are invalid over
+    /// Creates missing directories, and checks that this can be the upper layer of an image: changes over one image are invalid over
     /// another, and two mounts would destroy each other's.
     pub fn prepare(dir: &Path, work: Option<&Path>, image: Digest) -> Result<Self> {
         let dir = create_dir(dir)?;
@@ -43,7 +43,7 @@ impl Upper {
         let (upper, other) = (device(&dir)?, device(&work)?);
         if upper != other {
             let (dir, work) = (dir.display(), work.display());
-            bail!("{work} is on another file system than {dir}: name a folder on the same one with --work");
+            bail!("{work} is on another file system than {dir}: name a directory on the same one with --work");
         }
         let lock = File::open(&work).with_context(|| format!("cannot open {}", work.display()))?;
         lock_within(&lock, LOCK_TIME)
@@ -57,8 +57,8 @@ impl Upper {
     }
 }
 
-/// How long to wait for another process that has locked the work folder, because it may be ending. Every process that can open the
-/// folder can lock it.
+/// How long to wait for another process that has locked the work directory, because it may be ending. Every process that can open the
+/// directory can lock it.
 const LOCK_TIME: Duration = Duration::from_secs(10);
 const LOCK_TICK: Duration = Duration::from_millis(20);
 
@@ -72,7 +72,7 @@ fn lock_within(file: &File, time: Duration) -> rustix::io::Result<()> {
     }
 }
 
-/// Creates a folder unless it exists; returns its absolute path.
+/// Creates a directory unless it exists; returns its absolute path.
 fn create_dir(path: &Path) -> Result<PathBuf> {
     match DirBuilder::new().mode(0o755).create(path) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => {
@@ -84,7 +84,7 @@ fn create_dir(path: &Path) -> Result<PathBuf> {
     if path.is_dir() { Ok(path) } else { Err(anyhow!("{} is not a directory", path.display())) }
 }
 
-/// Returns the default work folder of an upper layer.
+/// Returns the default work directory of an upper layer.
 fn default_work_dir(dir: &Path) -> Result<PathBuf> {
     let mut name = dir.file_name().ok_or_else(|| anyhow!("{} cannot be an upper layer", dir.display()))?.to_owned();
     name.push(".work");
@@ -117,7 +117,7 @@ fn check_image(dir: &Path, work: &Path, image: Digest) -> Result<()> {
     match found {
         Some(found) if found == image => Ok(()),
         _ => bail!(
-            "{} has the changes of another image{}: choose another folder, or remove it and {}",
+            "{} has the changes of another image{}: choose another directory, or remove it and {}",
             dir.display(),
             found.map(|found| format!(" ({found})")).unwrap_or_default(),
             work.display()
@@ -137,10 +137,10 @@ fn mounted_on(mounts: &[MountEntry], upper: &Path) -> Option<PathBuf> {
 mod tests {
     use super::*;
 
-    /// Every process that can open a folder can lock it for ever.
+    /// Every process that can open a directory can lock it for ever.
     #[test]
     fn the_wait_for_another_process_lock_is_limited() {
-        let dir = tempfile::tempdir().expect("a folder");
+        let dir = tempfile::tempdir().expect("a directory");
         let open = || File::open(dir.path()).expect("it is there");
         let (theirs, ours) = (open(), open());
         flock(&theirs, FlockOperation::LockShared).expect("nobody has it");

@@ -37,11 +37,11 @@ pub fn word(proof: PackProof) -> &'static str {
 }
 
 /// Returns the verification of each pack of an image.
-pub fn look(image: &Image, folder: &Path) -> Result<Vec<PackProof>> {
+pub fn look(image: &Image, directory: &Path) -> Result<Vec<PackProof>> {
     if image.packs().is_empty() {
         return Ok(Vec::new());
     }
-    let store = Store::open(folder)?;
+    let store = Store::open(directory)?;
     let look = |pack: &ferry_image::PackRef| -> Result<PackProof> {
         let path = store.pack_path(pack.name);
         // The files of layers may be on the server only.
@@ -58,7 +58,7 @@ pub fn look(image: &Image, folder: &Path) -> Result<Vec<PackProof>> {
 /// verify. `elsewhere` returns the paths of incomplete packs.
 pub fn check(
     (image, file, path): (&Image, &File, &Path),
-    folder: &Path,
+    directory: &Path,
     elsewhere: &dyn Fn(usize) -> Option<PathBuf>,
     wanted: VerityPolicy,
 ) -> Result<Packs> {
@@ -70,10 +70,10 @@ pub fn check(
         }
         VerityPolicy::Auto => Ok(Some(why)),
     };
-    let store = if image.packs().is_empty() { None } else { Some(Store::open(folder)?) };
+    let store = if image.packs().is_empty() { None } else { Some(Store::open(directory)?) };
     for (number, pack) in image.packs().iter().enumerate() {
         if let Some(path) = elsewhere(number) {
-            believed = unproved(format!("the pack {} is incomplete in {}", pack.name, folder.display()))?;
+            believed = unproved(format!("the pack {} is incomplete in {}", pack.name, directory.display()))?;
             packs.paths.push(path);
             continue;
         }
@@ -85,12 +85,12 @@ pub fn check(
             PackProof::Off => bail!(
                 "the pack {} in {} has no fs-verity, though its file system supports it: ferry image verify {} --store {} --repair enables it",
                 pack.name,
-                folder.display(),
+                directory.display(),
                 path.display(),
-                folder.display()
+                directory.display()
             ),
             PackProof::Unavailable => {
-                believed = unproved(format!("the file system of {} has no fs-verity", folder.display()))?;
+                believed = unproved(format!("the file system of {} has no fs-verity", directory.display()))?;
             }
             PackProof::Unnamed => {
                 believed = unproved(format!("the pack {} was built without --verity", pack.name))?;

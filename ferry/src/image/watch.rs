@@ -140,10 +140,10 @@ const FALLBACK_ADVICE: &str = "mount with ferry mount image:... --from, which ne
 /// Checks that this process can delay readers of missing data.
 pub fn is_possible() -> Result<()> {
     let group = new_group()?;
-    let file = tempfile::tempfile().context("cannot make a file in the folder for temporary files")?;
+    let file = tempfile::tempfile().context("cannot make a file in the directory for temporary files")?;
     match mark(&group, &descriptor_path(&file)) {
         Err(nix::errno::Errno::EINVAL) => Err(too_old()),
-        // The kernel knows the event, and this folder's file system does not have it.
+        // The kernel knows the event, and this directory's file system does not have it.
         Ok(()) | Err(nix::errno::Errno::EOPNOTSUPP) => Ok(()),
         Err(error) => Err(error).context("cannot watch a file"),
     }
@@ -214,8 +214,8 @@ impl Watch {
     pub fn for_guardian(&self) -> Result<GuardianFiles> {
         let group = self.group.as_fd().try_clone_to_owned().context("cannot duplicate the fanotify group")?;
         let log = self.log_file.try_clone().context("cannot duplicate the log of events")?;
-        let folder = PathBuf::from(format!("/proc/{}/fd", std::process::id()));
-        let packs = self.packs.iter().map(|pack| folder.join(pack.file.as_raw_fd().to_string())).collect();
+        let directory = PathBuf::from(format!("/proc/{}/fd", std::process::id()));
+        let packs = self.packs.iter().map(|pack| directory.join(pack.file.as_raw_fd().to_string())).collect();
         Ok(GuardianFiles { group: group.into(), log, packs })
     }
 
@@ -439,8 +439,8 @@ mod tests {
     /// Of two guardians of one pack, the earlier one ends, and then the later one, which is not needed.
     #[test]
     fn guardians_do_not_keep_each_other_running() {
-        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-        let path = folder.path().join("pack.part");
+        let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+        let path = directory.path().join("pack.part");
         fs::write(&path, "").expect("it can be made");
         let first = PackHold::open(&path).expect("it is there");
         // Later by the clock.
@@ -463,8 +463,8 @@ mod tests {
     #[test]
     fn a_silent_server_does_not_delay_reads_of_present_data() {
         // /tmp may be a tmpfs, which cannot be watched.
-        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-        let (from, mut objects, part) = partly_here(folder.path());
+        let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+        let (from, mut objects, part) = partly_here(directory.path());
         let mut watch = match Watch::begin(&mut objects) {
             Ok(watch) => watch,
             Err(error) => return ferry_skip::skip!("{error:#}"),

@@ -151,7 +151,7 @@ impl Supervisor {
     /// Handles requests, one after the other, and goes on with the change under way. In a new child only, returns its task.
     fn manage(&mut self) -> Result<Option<Task>> {
         let Some(manager) = &mut self.manager else { return Ok(None) };
-        for (request, client) in manager.socket.requests(OWNER.is_ours) {
+        for (request, client) in manager.socket.requests(OWNER.may_access) {
             match manager.waiting.len() < WAITING_MAX {
                 true => manager.waiting.push_back((request, client)),
                 false => client.reply(Err(unchanged(&format!("{WAITING_MAX} changes wait already")))),
@@ -191,10 +191,10 @@ impl Supervisor {
         ensure!(self.servers.ending.is_none(), "the process is ending");
         let served = self.servers.served();
         let (plan, force) = match request {
-            ManagerRequest::Add { words, folder } => {
+            ManagerRequest::Add { words, directory } => {
                 let words: Vec<_> = words.into_iter().map(|word| OsString::from_vec(word.0)).collect();
-                let folder = PathBuf::from(OsString::from_vec(folder.0));
-                (plan::add(&words, &folder, &served, base)?, false)
+                let directory = PathBuf::from(OsString::from_vec(directory.0));
+                (plan::add(&words, &directory, &served, base)?, false)
             }
             ManagerRequest::Remove { pid, share, force } => {
                 let server = self.servers.all.iter().position(|server| server.child.pid() == pid);

@@ -106,8 +106,8 @@ pub fn level_setting(level: Option<&LogLevel>) -> Setting {
 }
 
 /// Plans `ferry add`.
-pub fn add(words: &[OsString], folder: &Path, served: &[RunningServer<'_>], base: &Base) -> Result<Plan> {
-    let mut starts = units_of_command(words, folder, &base.sandbox_flags)?;
+pub fn add(words: &[OsString], directory: &Path, served: &[RunningServer<'_>], base: &Base) -> Result<Plan> {
+    let mut starts = units_of_command(words, directory, &base.sandbox_flags)?;
     if let Some(level) = &base.level {
         starts.iter_mut().for_each(|unit| unit.level = level_or_default(level.as_ref()));
     }
@@ -388,21 +388,21 @@ fn check_pair(share: &Share, other: &Share) -> Result<()> {
 }
 
 /// Parses the command line of `ferry add`.
-pub fn units_of_command(words: &[OsString], folder: &Path, sandbox_flags: &SandboxFlags) -> Result<Vec<Unit>> {
+pub fn units_of_command(words: &[OsString], directory: &Path, sandbox_flags: &SandboxFlags) -> Result<Vec<Unit>> {
     let line = std::iter::once(OsStr::new("ferry").to_owned()).chain(words.iter().cloned());
-    let Invocation { cli: Cli { command, log, syslog }, more, more_disks, .. } = groups::parse_in(line, folder)?;
+    let Invocation { cli: Cli { command, log, syslog }, more, more_disks, .. } = groups::parse_in(line, directory)?;
     ensure!(log.is_none() && !syslog, "--log and --syslog are for the whole process: see ferry log");
     let units = match command {
         Command::Share(args) => {
             ensure!(args.config.is_none() && !args.json, "--config and --json are for ferry share");
             let sandbox_flags = args.sandbox_flags.or(sandbox_flags.clone());
             let mut shares: Vec<_> = args.share.into_iter().chain(more).collect();
-            shares.iter_mut().for_each(|share| share.resolve_sockets(folder));
+            shares.iter_mut().for_each(|share| share.resolve_sockets(directory));
             share::refuse_duplicates(&shares, &[])?;
             let shares: Vec<_> = shares.into_iter().map(|share| (share, None)).collect();
             let (mut metrics, mut trace) = (args.metrics, args.trace);
-            metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
-            trace.iter_mut().for_each(|trace| trace.resolve(folder));
+            metrics.iter_mut().for_each(|metrics| metrics.resolve(directory));
+            trace.iter_mut().for_each(|trace| trace.resolve(directory));
             match metrics.is_some() || trace.is_some() {
                 true => vec![Unit { metrics, trace, ..Unit::of_group(shares, &sandbox_flags) }],
                 false => Unit::of_shares(shares, &sandbox_flags),
@@ -418,7 +418,7 @@ pub fn units_of_command(words: &[OsString], folder: &Path, sandbox_flags: &Sandb
                     "'--vhost-user <SOCKET>' is missing after {}",
                     disk.path()?.display()
                 );
-                disk.resolve_paths(folder);
+                disk.resolve_paths(directory);
             }
             disk::refuse_duplicates(&disks)?;
             disks.into_iter().map(|disk| Unit::of_disk(disk, None, &sandbox_flags)).collect()

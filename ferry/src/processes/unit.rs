@@ -174,12 +174,12 @@ pub fn places_of_disk(disk: &disk::Args) -> Vec<String> {
     socket.map(real).into_iter().chain(fd.map(|fd| format!("descriptor {fd}"))).collect()
 }
 
-/// Returns the absolute path of a socket or mount point, through the links of its folder.
+/// Returns the absolute path of a socket or mount point, through the links of its directory.
 fn real(path: &Path) -> String {
     let path = absolute(path);
     let path = Path::new(&path);
-    let folder = path.parent().and_then(|folder| folder.canonicalize().ok());
-    let real = folder.zip(path.file_name()).map(|(folder, name)| folder.join(name));
+    let directory = path.parent().and_then(|directory| directory.canonicalize().ok());
+    let real = directory.zip(path.file_name()).map(|(directory, name)| directory.join(name));
     real.as_deref().unwrap_or(path).to_string_lossy().into_owned()
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use ferry_9p_client::Connector;
 use ferry_dir::{Dir, OwnChanges, WatchError, WatchKind};
-use ferry_image::{Image, Objects, objects_folder};
+use ferry_image::{Image, Objects, objects_directory};
 use ferry_isolation::{Access, Root};
 use ferry_mem::pmem;
 use ferry_vfs::FileSystem;
@@ -46,7 +46,7 @@ struct Source {
 enum Stage {
     /// Nothing is open.
     Closed,
-    /// A composefs image, which opens objects in this folder on demand.
+    /// A composefs image, which opens objects in this directory on demand.
     Composefs(Image, PathBuf),
     /// An image that opens no further files.
     Image(ferry_image::Source),
@@ -217,10 +217,10 @@ impl Source {
                 Some(Root { path: path.clone(), access })
             }
             (_, Stage::Server(server)) => {
-                server.folder().map(|folder| Root { path: folder.into(), access: Access::Sockets })
+                server.directory().map(|directory| Root { path: directory.into(), access: Access::Sockets })
             }
-            (_, Stage::Composefs(_, folder)) => {
-                let path = folder.canonicalize().unwrap_or_else(|_| folder.clone());
+            (_, Stage::Composefs(_, directory)) => {
+                let path = directory.canonicalize().unwrap_or_else(|_| directory.clone());
                 Some(Root { path, access: Access::ReadOnly })
             }
             _ => None,
@@ -239,9 +239,9 @@ impl Source {
                 }
                 _ => Stage::Open(self.options.open_mem()?),
             },
-            Stage::Composefs(image, folder) => {
-                let seen = place.unwrap_or(&folder);
-                Stage::Image(ferry_image::Source::open_idle_at(image, &folder, seen)?)
+            Stage::Composefs(image, directory) => {
+                let seen = place.unwrap_or(&directory);
+                Stage::Image(ferry_image::Source::open_idle_at(image, &directory, seen)?)
             }
             Stage::Server(server) => {
                 let begin = || Connector::begin(|| ()).context("cannot start a thread");
@@ -277,7 +277,7 @@ impl Source {
 impl Options {
     fn open_image(&self, path: &Path) -> Result<Stage> {
         let store =
-            self.store.as_deref().context("image:PATH needs --store DIR, the folder with the data of its files")?;
+            self.store.as_deref().context("image:PATH needs --store DIR, the directory with the data of its files")?;
         if let Some(from) = &self.from {
             return Ok(Stage::Open(Arc::new(registry::open(path, store, self.digest, from)?)));
         }
@@ -285,7 +285,7 @@ impl Options {
         if image.is_composefs() {
             // Errors appear before the sandbox exists.
             drop(Objects::open(&image, store)?);
-            return Ok(Stage::Composefs(image, objects_folder(store)));
+            return Ok(Stage::Composefs(image, objects_directory(store)));
         }
         Ok(Stage::Image(ferry_image::Source::open_idle(image, store)?))
     }

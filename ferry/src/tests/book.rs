@@ -13,7 +13,7 @@ pub const PAGE_BYTES_MAX: usize = 10 << 10;
 /// The longest list of changes.
 const CHANGELOG_BYTES_MAX: usize = 8 << 10;
 
-/// The folder of the workspace.
+/// The directory of the workspace.
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the crate is in a workspace")
 }
@@ -21,14 +21,14 @@ pub fn root() -> &'static Path {
 /// The pages of the book and the documents beside it, by their paths below the workspace.
 pub fn documents() -> BTreeMap<PathBuf, String> {
     let mut found = BTreeMap::new();
-    let mut folders = vec![root().join("docs")];
+    let mut directories = vec![root().join("docs")];
     let mut files: Vec<PathBuf> =
         ["README.md", "ARCHITECTURE.md", "THREAT-MODEL.md", "CHANGELOG.md"].map(|name| root().join(name)).into();
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).expect("the folder is there") {
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(&directory).expect("the directory is there") {
             let path = entry.expect("an entry").path();
             match path.extension() {
-                _ if path.is_dir() => folders.push(path),
+                _ if path.is_dir() => directories.push(path),
                 Some(end) if end == "md" => files.push(path),
                 _ => {}
             }
@@ -103,8 +103,8 @@ fn broken(documents: &BTreeMap<PathBuf, String>, document: &Path, link: &str) ->
         return None;
     }
     let (file, anchor) = link.split_once('#').map_or((link, None), |(file, anchor)| (file, Some(anchor)));
-    let folder = document.parent().expect("it is a file");
-    let target = if file.is_empty() { document.to_owned() } else { plain(&folder.join(file)) };
+    let directory = document.parent().expect("it is a file");
+    let target = if file.is_empty() { document.to_owned() } else { plain(&directory.join(file)) };
     if !root().join(&target).exists() {
         return Some(format!("{}: {link}: there is no {}", document.display(), target.display()));
     }

@@ -253,7 +253,7 @@ fn configuration(table: &Command) -> String {
     format!(
         "# The configuration file\n\n\
          `ferry share --config FILE` reads shares and disks from a TOML file. Each share is a `[[share]]` table, each disk a `[[disk]]` \
-         table. Keys are the long flags without their dashes. Relative paths are relative to the folder of the file. An unknown key is \
+         table. Keys are the long flags without their dashes. Relative paths are relative to the directory of the file. An unknown key is \
          an error.\n\n\
          ## The process\n\n\
          These keys stand before the tables: {}. Their values are those of the flags \
@@ -301,24 +301,24 @@ fn summary(text: &str, pages: &[Page]) -> String {
 
 #[test]
 fn the_reference_matches_the_table_of_flags() {
-    let folder = root().join("docs/reference");
+    let directory = root().join("docs/reference");
     let summary_file = root().join("docs/SUMMARY.md");
     let pages = pages();
     let is = fs::read_to_string(&summary_file).expect("the summary is there");
     let wanted = summary(&is, &pages);
     if std::env::var_os(WRITE).is_some() {
-        fs::create_dir_all(&folder).expect("the folder can be made");
-        for entry in fs::read_dir(&folder).expect("the folder is there") {
+        fs::create_dir_all(&directory).expect("the directory can be made");
+        for entry in fs::read_dir(&directory).expect("the directory is there") {
             fs::remove_file(entry.expect("an entry").path()).expect("the page can be removed");
         }
         for page in &pages {
-            fs::write(folder.join(&page.file), &page.text).expect("the page can be written");
+            fs::write(directory.join(&page.file), &page.text).expect("the page can be written");
         }
         fs::write(summary_file, wanted).expect("the summary can be written");
         return;
     }
     assert!(is == wanted, "docs/SUMMARY.md is stale: run make reference");
-    let there = fs::read_dir(&folder).expect("the folder is there");
+    let there = fs::read_dir(&directory).expect("the directory is there");
     let there = there.map(|entry| entry.expect("an entry").file_name().into_string().expect("the name is text"));
     let mut there: Vec<_> = there.collect();
     there.sort();
@@ -326,7 +326,7 @@ fn the_reference_matches_the_table_of_flags() {
     files.sort();
     assert_eq!(there, files, "docs/reference is stale: run make reference");
     for Page { file, text, .. } in pages {
-        let is = fs::read_to_string(folder.join(&file)).expect("the page is there");
+        let is = fs::read_to_string(directory.join(&file)).expect("the page is there");
         assert!(is == text, "docs/reference/{file} is stale: run make reference");
     }
 }

@@ -129,8 +129,8 @@ mod tests {
     #[test]
     fn a_pid_file_belongs_to_one_process() {
         use std::os::unix::fs::{PermissionsExt, symlink};
-        let folder = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| directory.path().join(name);
         std::fs::write(at("precious"), "precious").expect("a file");
         std::fs::hard_link(at("precious"), at("linked")).expect("a link");
         symlink(at("precious"), at("symlink")).expect("a link");

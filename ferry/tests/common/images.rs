@@ -14,7 +14,7 @@ use super::{ferry, run};
 
 /// A tree, stores and images of one layout. All of it goes at the end.
 pub struct Place {
-    pub folder: tempfile::TempDir,
+    pub directory: tempfile::TempDir,
     layout: &'static str,
     /// What else builds are told.
     words: &'static [&'static str],
@@ -41,12 +41,12 @@ impl Place {
         Self { words: &["--verity"], ..Self::new() }
     }
 
-    pub fn below(folder: &str) -> Self {
-        Self::of(tempfile::tempdir_in(folder).unwrap(), "flat")
+    pub fn below(directory: &str) -> Self {
+        Self::of(tempfile::tempdir_in(directory).unwrap(), "flat")
     }
 
-    pub fn of(folder: tempfile::TempDir, layout: &'static str) -> Self {
-        let place = Self { folder, layout, words: &[] };
+    pub fn of(directory: tempfile::TempDir, layout: &'static str) -> Self {
+        let place = Self { directory, layout, words: &[] };
         fs::create_dir_all(place.at("tree/sub")).unwrap();
         for number in 0..80 {
             place.write(&format!("sub/{number:02}"), number, 3000 + 1000 * number as usize);
@@ -58,7 +58,7 @@ impl Place {
     }
 
     pub fn at(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     pub fn write(&self, name: &str, seed: u32, bytes: usize) {
@@ -101,7 +101,7 @@ impl Place {
         let mut line = ferry();
         line.args(["image", command, "--store"]).arg(self.at(store)).env_remove("REGISTRY_AUTH_FILE");
         // What podman and docker know here is none of a test's business.
-        line.env("HOME", self.folder.path()).env_remove("DOCKER_CONFIG").env_remove("XDG_RUNTIME_DIR");
+        line.env("HOME", self.directory.path()).env_remove("DOCKER_CONFIG").env_remove("XDG_RUNTIME_DIR");
         line
     }
 
@@ -162,8 +162,8 @@ pub enum Kind {
 }
 
 impl Target {
-    pub fn start(kind: Kind, folder: &Path) -> Option<Self> {
-        let server = Self::server(kind, folder)?;
+    pub fn start(kind: Kind, directory: &Path) -> Option<Self> {
+        let server = Self::server(kind, directory)?;
         let proxy = Proxy::to(server.address);
         let address = proxy.address;
         let (reference, environment) = match kind {
@@ -180,10 +180,10 @@ impl Target {
         Some(Self { reference, environment, server: Arc::new(Mutex::new(server)), proxy })
     }
 
-    pub fn server(kind: Kind, folder: &Path) -> Option<Program> {
+    pub fn server(kind: Kind, directory: &Path) -> Option<Program> {
         match kind {
-            Kind::Oci => registry(folder, false),
-            Kind::S3 => s3(folder),
+            Kind::Oci => registry(directory, false),
+            Kind::S3 => s3(directory),
         }
     }
 
@@ -197,9 +197,9 @@ impl Target {
         self.proxy.die_after(bytes, move || server.lock().unwrap().kill());
     }
 
-    pub fn restart(&self, kind: Kind, folder: &Path) {
+    pub fn restart(&self, kind: Kind, directory: &Path) {
         assert!(self.proxy.is_dead());
-        let server = Self::server(kind, folder).unwrap();
+        let server = Self::server(kind, directory).unwrap();
         self.proxy.revive(server.address);
         *self.server.lock().unwrap() = server;
     }

@@ -16,27 +16,27 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A source and a mount point. Dropping it unmounts everything and ends the servers, also after a panic.
 pub struct Place {
-    pub folder: tempfile::TempDir,
+    pub directory: tempfile::TempDir,
     pub source: PathBuf,
     pub mnt: PathBuf,
 }
 
 impl Place {
     pub fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| {
-            let path = folder.path().canonicalize().unwrap().join(name);
+            let path = directory.path().canonicalize().unwrap().join(name);
             fs::create_dir(&path).unwrap();
             path
         };
         let (source, mnt) = (at("source"), at("mnt"));
         fs::write(source.join("file"), "from the source").unwrap();
         fs::write(source.join("other"), "another").unwrap();
-        Self { folder, source, mnt }
+        Self { directory, source, mnt }
     }
 
     pub fn at(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     /// `ferry mount` of the source, with further arguments.

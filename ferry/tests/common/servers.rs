@@ -77,42 +77,42 @@ impl Drop for Program {
     }
 }
 
-/// Debian's docker-registry with its data in a folder; with `user` it admits only that user.
-pub fn registry(folder: &Path, user: bool) -> Option<Program> {
-    registry_at(folder, "127.0.0.1", user, None)
+/// Debian's docker-registry with its data in a directory; with `user` it admits only that user.
+pub fn registry(directory: &Path, user: bool) -> Option<Program> {
+    registry_at(directory, "127.0.0.1", user, None)
 }
 
 /// One that listens at an address, by TLS with a certificate and its key, `NAME.pem` and `NAME.key`.
-pub fn registry_by_tls(folder: &Path, address: &str, certificate: &Path) -> Option<Program> {
-    registry_at(folder, address, false, Some(certificate))
+pub fn registry_by_tls(directory: &Path, address: &str, certificate: &Path) -> Option<Program> {
+    registry_at(directory, address, false, Some(certificate))
 }
 
-fn registry_at(folder: &Path, address: &str, user: bool, certificate: Option<&Path>) -> Option<Program> {
+fn registry_at(directory: &Path, address: &str, user: bool, certificate: Option<&Path>) -> Option<Program> {
     let program = cache().join("registry/bin/docker-registry");
     if !program.exists() {
         ferry_skip::skip!("no docker-registry: guest/fetch registry brings it");
         return None;
     }
-    fs::create_dir_all(folder).unwrap();
+    fs::create_dir_all(directory).unwrap();
     let mut config = format!(
         "version: 0.1\nlog: {{level: info}}\nstorage: {{filesystem: {{rootdirectory: {}}}}}\nhttp:\n  addr: \"{address}:0\"\n  secret: x\n",
-        folder.join("data").display()
+        directory.join("data").display()
     );
     if let Some(certificate) = certificate {
         let (certificate, key) = (certificate.display(), certificate.with_extension("key"));
         config += &format!("  tls: {{certificate: {certificate}, key: {}}}\n", key.display());
     }
     if user {
-        fs::write(folder.join("users"), HTPASSWD).unwrap();
-        config += &format!("auth: {{htpasswd: {{realm: r, path: {}}}}}\n", folder.join("users").display());
+        fs::write(directory.join("users"), HTPASSWD).unwrap();
+        config += &format!("auth: {{htpasswd: {{realm: r, path: {}}}}}\n", directory.join("users").display());
     }
-    let file = folder.join("config.yml");
+    let file = directory.join("config.yml");
     fs::write(&file, config).unwrap();
     Some(Program::start(Command::new(program).arg("serve").arg(file), true))
 }
 
 /// The package s3rver, which checks who asks, installed into the cache at first use.
-pub fn s3(folder: &Path) -> Option<Program> {
+pub fn s3(directory: &Path) -> Option<Program> {
     let home = cache().join("s3rver");
     let program = home.join("node_modules/s3rver/bin/s3rver.js");
     fs::create_dir_all(&home).unwrap();
@@ -139,7 +139,7 @@ pub fn s3(folder: &Path) -> Option<Program> {
     }
     drop(lock);
     let mut command = Command::new("node");
-    command.arg(program).arg("-d").arg(folder).args(["-a", "127.0.0.1", "-p", "0", "--configure-bucket", BUCKET]);
+    command.arg(program).arg("-d").arg(directory).args(["-a", "127.0.0.1", "-p", "0", "--configure-bucket", BUCKET]);
     Some(Program::start(&mut command, false))
 }
 

@@ -89,8 +89,9 @@ impl Made {
 
     /// The object with the bytes of the large file.
     fn object(&self) -> PathBuf {
-        let folders = fs::read_dir(self.place.at("store/objects")).unwrap().map(|entry| entry.unwrap().path());
-        let mut all = folders.flat_map(|folder| fs::read_dir(folder).unwrap()).map(|entry| entry.unwrap().path());
+        let directories = fs::read_dir(self.place.at("store/objects")).unwrap().map(|entry| entry.unwrap().path());
+        let mut all =
+            directories.flat_map(|directory| fs::read_dir(directory).unwrap()).map(|entry| entry.unwrap().path());
         all.find(|path| fs::metadata(path).unwrap().len() == 200_000).unwrap()
     }
 
@@ -290,7 +291,7 @@ fn the_kernel_mounts_both() {
         // Where the kernel cannot prove what it reads, nothing is mounted that looks as if it did.
         let output = run(made.with_store("mount").arg(mnt).args(["--digest", &made.digest]));
         let said = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success(), "a temporary folder has no fs-verity");
+        assert!(!output.status.success(), "a temporary directory has no fs-verity");
         assert!(said.contains("fs-verity"), "{said}");
         let said = refused(1, made.with_store("mount").arg(mnt).args(["--digest", &"0".repeat(64)]));
         assert!(said.contains(&made.digest), "{said}");
@@ -336,7 +337,7 @@ fn the_store_of_mkcomposefs_is_cleaned() {
     let command = |name: &str, words: &[&str]| {
         let mut line = ferry();
         line.args(["image", name, "--json", "--store"]).arg(place.at("store")).args(words);
-        serde_json::from_str::<serde_json::Value>(&text(line.current_dir(place.folder.path()))).unwrap()
+        serde_json::from_str::<serde_json::Value>(&text(line.current_dir(place.directory.path()))).unwrap()
     };
     let used = command("du", &["image", "newer"]);
     assert_eq!((used["objects"].as_u64(), used["garbage_bytes"].as_u64()), (Some(3), Some(0)), "{used}");

@@ -17,9 +17,10 @@ use common::{Server, ferry, refused, run};
 
 #[test]
 fn makes_grows_and_offers_files() {
-    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-    let (disk, other, socket) = (folder.path().join("disk"), folder.path().join("other"), folder.path().join("s"));
-    let second = folder.path().join("t");
+    let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let (disk, other, socket) =
+        (directory.path().join("disk"), directory.path().join("other"), directory.path().join("s"));
+    let second = directory.path().join("t");
     for (file, size, bytes) in
         [(&disk, "4M", 4 << 20), (&disk, "6M", 6 << 20), (&disk, "6M", 6 << 20), (&other, "1M", 1 << 20)]
     {
@@ -40,7 +41,7 @@ fn makes_grows_and_offers_files() {
     );
     assert_eq!(server.line["disks"][1]["read_only"], true);
     assert!(socket.exists() && second.exists());
-    let third = folder.path().join("u");
+    let third = directory.path().join("u");
     let text = refused(1, ferry().arg("disk").arg(&disk).arg("--vhost-user").arg(&third));
     assert!(text.contains("is in use by another process"), "{text}");
     server.signal(Signal::TERM);
@@ -51,8 +52,8 @@ fn makes_grows_and_offers_files() {
 /// A disk that is offered may be made in the same line, and the line may be given again once it was made larger.
 #[test]
 fn a_new_file_is_offered_and_removed_after_an_error() {
-    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-    let (disk, socket) = (folder.path().join("disk"), folder.path().join("s"));
+    let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let (disk, socket) = (directory.path().join("disk"), directory.path().join("s"));
     for bytes in [4 << 20, 8 << 20] {
         let mut command = ferry();
         command.arg("disk").arg(&disk).args(["--resize", "4M"]).arg("--vhost-user").arg(&socket);
@@ -62,7 +63,7 @@ fn a_new_file_is_offered_and_removed_after_an_error() {
         assert_eq!(server.status(), Some(0));
         fs::File::options().write(true).open(&disk).and_then(|file| file.set_len(8 << 20)).expect("a larger file");
     }
-    let wrong = folder.path().join("wrong");
+    let wrong = directory.path().join("wrong");
     let text = refused(1, ferry().arg("disk").arg(&wrong).args(["--resize", "9999999T"]));
     assert!(text.contains("cannot make"), "{text}");
     refused(1, ferry().arg("disk").arg(&wrong).args(["--resize", "9999999T"]).arg("--vhost-user").arg(&socket));
@@ -94,10 +95,10 @@ struct Far {
 }
 
 impl Far {
-    /// In this folder: the file is `mnt/a`.
-    fn mount(folder: &Path) -> Self {
-        let (source, mnt) = (folder.join("far"), folder.join("mnt"));
-        [&source, &mnt].into_iter().for_each(|path| fs::create_dir_all(path).expect("a folder"));
+    /// In this directory: the file is `mnt/a`.
+    fn mount(directory: &Path) -> Self {
+        let (source, mnt) = (directory.join("far"), directory.join("mnt"));
+        [&source, &mnt].into_iter().for_each(|path| fs::create_dir_all(path).expect("a directory"));
         fs::File::create(source.join("a")).and_then(|file| file.set_len(4 << 20)).expect("a file");
         Self { server: Server::start(ferry().arg("share").arg(source).arg("--mount").arg(&mnt)), mnt }
     }
@@ -121,10 +122,10 @@ impl Drop for Far {
 #[test]
 fn a_hanging_disk_does_not_delay_others() {
     common::needs_fuse!();
-    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-    let at = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let at = |name: &str| directory.path().join(name);
     fs::File::create(at("b")).and_then(|file| file.set_len(4 << 20)).expect("a file");
-    let far = Far::mount(folder.path());
+    let far = Far::mount(directory.path());
     let line = |log: &str| {
         let mut command = ferry();
         command.arg("disk").arg(at("mnt/a")).arg("--vhost-user").arg(at("s"));
@@ -145,7 +146,7 @@ fn a_hanging_disk_does_not_delay_others() {
 
     // One that hangs ends when it is told to. With a new mount, nothing of the file is cached.
     drop(far);
-    let far = Far::mount(folder.path());
+    let far = Far::mount(directory.path());
     far.stop();
     let mut disks = Server::start(&mut line("again"));
     disks.signal(Signal::TERM);
@@ -157,14 +158,14 @@ fn a_hanging_disk_does_not_delay_others() {
 #[test]
 fn a_hanging_disk_in_a_file_delays_no_share_and_no_disk() {
     common::needs_fuse!();
-    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-    let at = |name: &str| folder.path().join(name);
-    fs::create_dir(at("data")).expect("a folder");
+    let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let at = |name: &str| directory.path().join(name);
+    fs::create_dir(at("data")).expect("a directory");
     fs::File::create(at("b")).and_then(|file| file.set_len(4 << 20)).expect("a file");
     let text = "[[disk]]\nfile = \"mnt/a\"\nvhost-user = \"s\"\n[[disk]]\nfile = \"b\"\nvhost-user = \"t\"\n\
                 [[share]]\nsource = \"data\"\nvirtiofs = \"v\"\n";
     fs::write(at("f.toml"), text).expect("a file");
-    let far = Far::mount(folder.path());
+    let far = Far::mount(directory.path());
     far.stop();
     let mut command = ferry();
     command.arg("share").arg("--config").arg(at("f.toml")).stderr(fs::File::create(at("log")).expect("a file"));
@@ -186,9 +187,9 @@ fn a_hanging_disk_in_a_file_delays_no_share_and_no_disk() {
 #[test]
 fn a_signal_ends_a_server_whose_storage_hangs() {
     common::needs_fuse!();
-    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-    let at = |name: &str| folder.path().join(name);
-    let far = Far::mount(folder.path());
+    let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let at = |name: &str| directory.path().join(name);
+    let far = Far::mount(directory.path());
     far.stop();
     for (signal, flags) in
         [(Signal::TERM, &["--vhost-user"][..]), (Signal::INT, &["--sandbox", "none", "--vhost-user"])]
@@ -212,9 +213,9 @@ fn a_signal_ends_a_server_whose_storage_hangs() {
 /// Of a start that fails nothing is left, and what was there before is as it was.
 #[test]
 fn a_start_that_fails_leaves_none_of_its_disks() {
-    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-    let at = |name: &str| folder.path().join(name);
-    fs::create_dir(at("data")).expect("a folder");
+    let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let at = |name: &str| directory.path().join(name);
+    fs::create_dir(at("data")).expect("a directory");
     fs::write(at("there"), [7; 4096]).expect("a file");
     let missing = "[[disk]]\nfile = \"missing\"\nvhost-user = \"m\"\n";
     let new = "[[disk]]\nfile = \"new\"\nvhost-user = \"n\"\nresize = \"4M\"\n\
@@ -228,7 +229,7 @@ fn a_start_that_fails_leaves_none_of_its_disks() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(1) && said.contains("missing"), "{said}");
         let mut left: Vec<_> =
-            fs::read_dir(folder.path()).expect("a folder").map(|e| e.expect("one").file_name()).collect();
+            fs::read_dir(directory.path()).expect("a directory").map(|e| e.expect("one").file_name()).collect();
         left.sort();
         assert_eq!(left, ["data", "f.toml", "there"], "{said}");
     }
@@ -246,8 +247,8 @@ fn a_start_that_fails_leaves_none_of_its_disks() {
 /// A mistake in one of several is one sentence, and nothing is left.
 #[test]
 fn several_disks_are_offered_all_or_none() {
-    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-    let at = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let at = |name: &str| directory.path().join(name);
     fs::File::create(at("a")).and_then(|file| file.set_len(4 << 20)).expect("a file");
     let mut command = ferry();
     command.arg("disk").arg(at("a")).arg("--vhost-user").arg(at("s"));
@@ -259,8 +260,9 @@ fn several_disks_are_offered_all_or_none() {
 
 #[test]
 fn mistakes_are_named() {
-    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-    let (disk, socket, image) = (folder.path().join("disk"), folder.path().join("s"), folder.path().join("image"));
+    let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let (disk, socket, image) =
+        (directory.path().join("disk"), directory.path().join("s"), directory.path().join("image"));
     fs::write(&disk, [0; 4096]).expect("a file");
     fs::write(&image, [b"QFI\xfb".to_vec(), vec![0; 4092]].concat()).expect("a file");
     let ours = std::path::PathBuf::from("image:base");
@@ -286,8 +288,8 @@ fn mistakes_are_named() {
 
 #[test]
 fn management_programs_find_the_expected_interface() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let back_end = folder.path().join("ferry-disk");
+    let directory = tempfile::tempdir().expect("a directory");
+    let back_end = directory.path().join("ferry-disk");
     symlink(env!("CARGO_BIN_EXE_ferry"), &back_end).expect("a link");
     for command in [&mut Command::new(&back_end), ferry().arg("disk")] {
         let output = run(command.arg("--print-capabilities"));
@@ -295,7 +297,7 @@ fn management_programs_find_the_expected_interface() {
         let said: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
         assert_eq!(said, serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] }));
     }
-    let (disk, socket) = (folder.path().join("disk"), folder.path().join("s"));
+    let (disk, socket) = (directory.path().join("disk"), directory.path().join("s"));
     fs::write(&disk, [0; 4096]).expect("a file");
     let mut command = Command::new(&back_end);
     command.arg("--socket-path").arg(&socket).arg("--blk-file").arg(&disk).arg("--read-only");
@@ -307,8 +309,8 @@ fn management_programs_find_the_expected_interface() {
 
 #[test]
 fn an_installed_back_end_is_found_and_started() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let root = folder.path().to_str().expect("a plain path");
+    let directory = tempfile::tempdir().expect("a directory");
+    let root = directory.path().to_str().expect("a plain path");
     let script = |prefix: &str| {
         let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install"));
         command.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("FERRY_AGENT", env!("CARGO_BIN_EXE_ferry"));
@@ -355,7 +357,7 @@ fn an_installed_back_end_is_found_and_started() {
         }
         assert!(run(script(prefix).arg("--remove")).status.success());
         assert_eq!(files(), Vec::<String>::new(), "what is left");
-        assert!(!folder.path().join(&prefix[1..]).join("share/ferry").exists());
+        assert!(!directory.path().join(&prefix[1..]).join("share/ferry").exists());
     }
     assert!(!run(&mut script("here")).status.success(), "a prefix from somewhere");
 }
@@ -363,28 +365,28 @@ fn an_installed_back_end_is_found_and_started() {
 /// A user who may not write there is told so, and nothing is left.
 #[test]
 fn an_installation_that_cannot_be_is_refused() {
-    let folder = tempfile::tempdir().expect("a folder");
-    fs::write(folder.path().join("share"), "in the way").expect("a file");
+    let directory = tempfile::tempdir().expect("a directory");
+    fs::write(directory.path().join("share"), "in the way").expect("a file");
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install");
     let mut command = Command::new(script);
     command.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("FERRY_AGENT", env!("CARGO_BIN_EXE_ferry"));
-    command.env("DESTDIR", "").env("PREFIX", folder.path());
+    command.env("DESTDIR", "").env("PREFIX", directory.path());
     let output = run(&mut command);
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && told.lines().count() == 1 && told.contains("set PREFIX"), "{told}");
-    assert!(!folder.path().join("bin/ferry").exists());
+    assert!(!directory.path().join("bin/ferry").exists());
 }
 
 /// Started as management programs do it: with a socket that they listen on.
 #[test]
 fn a_back_end_takes_over_a_socket() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let (disk, socket) = (folder.path().join("disk"), folder.path().join("s"));
+    let directory = tempfile::tempdir().expect("a directory");
+    let (disk, socket) = (directory.path().join("disk"), directory.path().join("s"));
     fs::write(&disk, [0; 4096]).expect("a file");
     let listener = UnixListener::bind(&socket).expect("a socket");
     rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty()).expect("a descriptor to inherit");
     let number = std::os::fd::AsRawFd::as_raw_fd(&listener).to_string();
-    let back_end = folder.path().join("ferry-disk");
+    let back_end = directory.path().join("ferry-disk");
     symlink(env!("CARGO_BIN_EXE_ferry"), &back_end).expect("a link");
     let mut command = Command::new(&back_end);
     command.args(["--fd", &number]).arg("--blk-file").arg(&disk);
@@ -403,11 +405,11 @@ fn a_back_end_takes_over_a_socket() {
 
 #[test]
 fn disks_stand_beside_shares_in_a_file() {
-    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-    fs::create_dir(folder.path().join("data")).expect("a folder");
-    fs::write(folder.path().join("raw"), [0; 8192]).expect("a file");
-    fs::write(folder.path().join("other"), [0; 4096]).expect("a file");
-    let file = folder.path().join("ferry.toml");
+    let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    fs::create_dir(directory.path().join("data")).expect("a directory");
+    fs::write(directory.path().join("raw"), [0; 8192]).expect("a file");
+    fs::write(directory.path().join("other"), [0; 4096]).expect("a file");
+    let file = directory.path().join("ferry.toml");
     let serve = |text: &str| {
         fs::write(&file, text).expect("a file");
         let mut command = ferry();
@@ -422,7 +424,7 @@ fn disks_stand_beside_shares_in_a_file() {
         (&server.line["disks"][0]["bytes"], &server.line["disks"][1]["read_only"]),
         (&8192.into(), &true.into())
     );
-    let sockets = ["s", "d", "e"].map(|name| folder.path().join(name));
+    let sockets = ["s", "d", "e"].map(|name| directory.path().join(name));
     assert!(sockets.iter().all(|socket| socket.exists()));
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));

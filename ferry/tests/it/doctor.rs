@@ -111,8 +111,8 @@ fn mount_and_doctor_report_the_same_request_paths() {
 #[test]
 fn a_machine_without_the_device_lacks_mounts_and_serves_guests() {
     needs_fuse!();
-    let folder = tempfile::tempdir().unwrap();
-    let at = folder.path().display();
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path().display();
     let script =
         format!("mount -t tmpfs -o mode=755,dev none {at}; mknod -m 666 {at}/null c 1 3; mount --bind {at} /dev");
     let (mount, status) = report(&mut after(&script, &["--for", "mount"]));
@@ -135,7 +135,7 @@ fn a_machine_that_hides_the_module_is_judged_by_a_mount() {
     let (hidden, status) = report(&mut after("mount -t tmpfs none /sys/module/fuse", &["--for", "mount"]));
     assert_eq!(status, Some(0), "{hidden}");
     assert_eq!(check(&hidden, "fuse mount")["state"], "ok");
-    // The module's folder is there, and its parameter is not.
+    // The module's directory is there, and its parameter is not.
     let ring = check(&hidden, "fuse ring");
     assert!(ring["state"] == "degraded" && ring["found"].as_str().unwrap().contains("6.14"), "{ring}");
     let (hidden, status) = report(&mut after("mount -t tmpfs none /sys", &["--for", "mount"]));
@@ -175,33 +175,33 @@ fn low_limits_are_reported() {
     assert!(check(&none, "io_uring")["found"].as_str().is_some_and(|found| !found.is_empty()), "{none}");
 }
 
-/// A folder with programs of these names, each a script.
+/// A directory with programs of these names, each a script.
 fn programs(scripts: &[(&str, &str)]) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     for (name, script) in scripts {
-        let path = folder.path().join(name);
+        let path = directory.path().join(name);
         fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     }
-    folder
+    directory
 }
 
 #[test]
 fn virtual_machine_monitors_are_found_and_judged() {
     let list =
         r#"case "$1" in --version) echo QEMU emulator version 9.2.0;; *) echo 'name "vhost-user-fs-pci"';; esac"#;
-    let folder = programs(&[
+    let directory = programs(&[
         ("qemu-system-x86_64", list),
         ("qemu-system-aarch64", list),
         ("crosvm", "exit 1"),
         ("cloud-hypervisor", "printf 'cloud-hypervisor v52.0 \\033]0;title\\007\\n'"),
     ]);
-    let with = |folder: &Path| {
+    let with = |directory: &Path| {
         let mut command = doctor(&["--for", "virtiofs,disk"]);
-        command.env("PATH", folder);
+        command.env("PATH", directory);
         command
     };
-    let (report, _) = report(&mut with(folder.path()));
+    let (report, _) = report(&mut with(directory.path()));
     assert_eq!(check(&report, "vmm")["state"], "ok");
     let qemu = check(&report, "QEMU");
     assert!(qemu["found"].as_str().unwrap().contains("9.2.0"), "{qemu}");
@@ -210,7 +210,7 @@ fn virtual_machine_monitors_are_found_and_judged() {
     assert!(devices["found"].as_str().unwrap().contains("no vhost-user-blk-pci"), "{devices}");
     assert_eq!(check(&report, "cloud-hypervisor")["state"], "ok");
     assert!(check(&report, "crosvm")["found"].as_str().unwrap().contains("prints no version"));
-    let text = String::from_utf8(run(&mut with(folder.path())).stdout).unwrap();
+    let text = String::from_utf8(run(&mut with(directory.path())).stdout).unwrap();
     assert!(text.contains("title") && !text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
 }
 

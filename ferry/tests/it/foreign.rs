@@ -14,14 +14,14 @@ use common::{Server, ferry, needs_fuse, run};
 const STRANGER: &str = "64321";
 
 /// A tree with a set-user-id program of root that prints its user, and a device node, both accessible to all users.
-fn tree(folder: &Path) {
-    fs::create_dir(folder).unwrap();
-    fs::set_permissions(folder, Permissions::from_mode(0o755)).unwrap();
+fn tree(directory: &Path) {
+    fs::create_dir(directory).unwrap();
+    fs::set_permissions(directory, Permissions::from_mode(0o755)).unwrap();
     let id = Command::new("sh").args(["-c", "readlink -f \"$(command -v id)\""]).output().unwrap();
-    fs::copy(String::from_utf8(id.stdout).unwrap().trim(), folder.join("id")).unwrap();
-    fs::set_permissions(folder.join("id"), Permissions::from_mode(0o4755)).unwrap();
+    fs::copy(String::from_utf8(id.stdout).unwrap().trim(), directory.join("id")).unwrap();
+    fs::set_permissions(directory.join("id"), Permissions::from_mode(0o4755)).unwrap();
     let made =
-        Command::new("mknod").args(["-m", "666"]).arg(folder.join("null")).args(["c", "1", "3"]).status().unwrap();
+        Command::new("mknod").args(["-m", "666"]).arg(directory.join("null")).args(["c", "1", "3"]).status().unwrap();
     assert!(made.success());
 }
 
@@ -65,9 +65,9 @@ const WORDS: [(&str, (bool, bool)); 5] = [
 #[test]
 fn a_9p_servers_set_user_id_programs_and_devices_need_a_flag() {
     needs_fuse!();
-    let folder = tempfile::tempdir().unwrap();
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).unwrap();
+    let at = |name: &str| directory.path().join(name);
     tree(&at("tree"));
     fs::create_dir(at("mnt")).unwrap();
     let mut server =
@@ -95,9 +95,9 @@ fn a_9p_servers_set_user_id_programs_and_devices_need_a_flag() {
 #[test]
 fn an_images_set_user_id_programs_and_devices_need_a_flag() {
     needs_fuse!();
-    let folder = tempfile::tempdir().unwrap();
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).unwrap();
+    let at = |name: &str| directory.path().join(name);
     tree(&at("tree"));
     fs::create_dir(at("mnt")).unwrap();
     for layout in ["flat", "composefs"] {

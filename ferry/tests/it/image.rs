@@ -385,7 +385,7 @@ fn an_image_is_a_source_of_mounts() {
     let store = made.place.at("store");
     let output = run(&mut made.mount());
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.code() == Some(2) && said.contains("image needs --store, the folder"), "{said}");
+    assert!(output.status.code() == Some(2) && said.contains("image needs --store, the directory"), "{said}");
     let pid = made.place.mounted_by(made.mount().arg("--store").arg(&store).args(["--digest", &made.digest]));
     let mnt = &made.place.mnt;
     assert!(fs::read(mnt.join("link")).unwrap() == large());
@@ -436,7 +436,7 @@ fn users_have_an_image_mounted_by_our_own_export() {
         return;
     }
     let made = Made::new();
-    fs::set_permissions(made.place.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(made.place.directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
     std::os::unix::fs::chown(&made.place.mnt, Some(65534), Some(65534)).unwrap();
     assert!(
         Command::new("cp").arg(env!("CARGO_BIN_EXE_ferry")).arg(made.place.at("ferry")).status().unwrap().success()
@@ -444,7 +444,7 @@ fn users_have_an_image_mounted_by_our_own_export() {
     let mut command = Command::new("timeout");
     command.args(["-k", "2", "60", "unshare", "--mount", "--propagation", "private", "sh", "-ec", AS_USER, "sh"]);
     command.arg(&made.digest).env_remove("FERRY_LOG").env_remove("XDG_RUNTIME_DIR").stdin(std::process::Stdio::null());
-    let output = run(command.current_dir(made.place.folder.path()));
+    let output = run(command.current_dir(made.place.directory.path()));
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && output.stdout == b"small", "{said}");
     let line = format!(

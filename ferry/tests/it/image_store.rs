@@ -15,8 +15,8 @@ struct Place(tempfile::TempDir);
 impl Place {
     fn new() -> Self {
         let place = Self(tempfile::tempdir().unwrap());
-        for folder in ["tree", "images"] {
-            fs::create_dir(place.at(folder)).unwrap();
+        for directory in ["tree", "images"] {
+            fs::create_dir(place.at(directory)).unwrap();
         }
         place
     }
@@ -252,9 +252,9 @@ fn builds_are_killed(layout: &str, rounds: u32) {
     let digest = text(&mut build());
     place.is_sound(&image);
     text(place.command("gc").arg(&image).args(["--grace-s", "0"]));
-    let names = |folder: &str| -> Vec<String> {
+    let names = |directory: &str| -> Vec<String> {
         let mut find = Command::new("find");
-        let found = text(find.args([folder, "-type", "f", "-printf", "%f\\n"]).current_dir(place.0.path()));
+        let found = text(find.args([directory, "-type", "f", "-printf", "%f\\n"]).current_dir(place.0.path()));
         found.lines().map(str::to_owned).collect()
     };
     let info: Value = serde_json::from_str(&text(ferry().args(["image", "info", "--json"]).arg(&image))).unwrap();

@@ -169,7 +169,7 @@ fn failed_workloads_and_invalid_lists_are_errors() {
         line.args(["image", "trace", &made.at("tree"), "-o", &made.at("trace"), "--"]).args(words);
         line
     };
-    let output = run(trace(&["sh", "-c", "cat tree/dir/1 >/dev/null; exit 7"]).current_dir(made.0.folder.path()));
+    let output = run(trace(&["sh", "-c", "cat tree/dir/1 >/dev/null; exit 7"]).current_dir(made.0.directory.path()));
     assert_eq!(output.status.code(), Some(7));
     assert_eq!(fs::read_to_string(made.0.at("trace")).unwrap(), "/dir/1\n");
     let output = run(&mut trace(&["sh", "-c", "kill -9 $$"]));

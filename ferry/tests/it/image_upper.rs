@@ -66,7 +66,7 @@ impl Made {
 
     /// Mounts the image; nothing if that cannot be done here.
     fn mounted(&self, options: &[&str]) -> Option<Mounted<'_>> {
-        let output = run(self.command("image", options).current_dir(self.place.folder.path()));
+        let output = run(self.command("image", options).current_dir(self.place.directory.path()));
         let said = String::from_utf8_lossy(&output.stderr);
         if ["this kernel", "only root", "loop-control"].iter().any(|reason| said.contains(reason)) {
             ferry_skip::skip!("{said}");
@@ -85,22 +85,22 @@ impl Made {
             std::thread::sleep(Duration::from_millis(10));
         }
         std::mem::forget(mounted);
-        let (here, above) = (self.place.mnt.metadata().unwrap(), self.place.folder.path().metadata().unwrap());
+        let (here, above) = (self.place.mnt.metadata().unwrap(), self.place.directory.path().metadata().unwrap());
         assert_eq!(here.dev(), above.dev(), "something is still mounted");
         // The kernel lets go of devices after the call.
         let begin = Instant::now();
-        while let Some(device) = device_of(self.place.folder.path()) {
+        while let Some(device) = device_of(self.place.directory.path()) {
             assert!(begin.elapsed() < PATIENCE, "{} is still in use", device.display());
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 }
 
-/// A loop device that is made of a file below a folder.
-fn device_of(folder: &Path) -> Option<PathBuf> {
-    let folder = folder.canonicalize().unwrap();
+/// A loop device that is made of a file below a directory.
+fn device_of(directory: &Path) -> Option<PathBuf> {
+    let directory = directory.canonicalize().unwrap();
     fs::read_dir("/sys/block").ok()?.flatten().map(|entry| entry.path()).find(|device| {
-        fs::read_to_string(device.join("loop/backing_file")).is_ok_and(|file| Path::new(&file).starts_with(&folder))
+        fs::read_to_string(device.join("loop/backing_file")).is_ok_and(|file| Path::new(&file).starts_with(&directory))
     })
 }
 
@@ -157,8 +157,8 @@ fn writes_to_a_composefs_image_on_a_loop_device_are_kept() {
 #[test]
 fn a_layer_is_of_one_image_and_one_mount() {
     let made = Made::new("flat");
-    let folder = made.place.folder.path();
-    let said = |image: &str, options: &[&str]| refused(1, made.command(image, options).current_dir(folder));
+    let directory = made.place.directory.path();
+    let said = |image: &str, options: &[&str]| refused(1, made.command(image, options).current_dir(directory));
     let Some(mounted) = made.mounted(&["--upper", "changes", "--work", "own"]) else { return };
     fs::write(made.place.mnt.join("new"), "new").unwrap();
     let twice = said("image", &["--upper", "changes", "--work", "own"]);
@@ -179,7 +179,7 @@ fn a_layer_is_of_one_image_and_one_mount() {
     let output = run(&mut made.command("image", &["--work", "own"]));
     assert_eq!(output.status.code(), Some(2));
     let shared = Path::new("/dev/shm");
-    if shared.metadata().is_ok_and(|shared| shared.dev() != folder.metadata().unwrap().dev()) {
+    if shared.metadata().is_ok_and(|shared| shared.dev() != directory.metadata().unwrap().dev()) {
         let work = tempfile::tempdir_in(shared).unwrap();
         let apart = said("image", &["--upper", "fresh", "--work", work.path().to_str().unwrap()]);
         assert!(apart.contains("is on another file system than"), "{apart}");

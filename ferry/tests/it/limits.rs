@@ -75,8 +75,8 @@ fn times_of_caches_change_under_a_mount() {
 
 #[test]
 fn a_running_share_is_limited_by_ferry_set() {
-    let folder = tempfile::tempdir().unwrap();
-    let (a, b) = (folder.path().join("a"), folder.path().join("b"));
+    let directory = tempfile::tempdir().unwrap();
+    let (a, b) = (directory.path().join("a"), directory.path().join("b"));
     let limit = "iops=1000,group=g";
     let mut command = ferry();
     command.args(["share", "mem", "--limit", limit, "--virtiofs"]).arg(&a);
@@ -122,8 +122,8 @@ fn a_running_share_is_limited_by_ferry_set() {
 
 #[test]
 fn a_9p_server_polls_for_the_configured_time() {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
     let address = format!("unix:{}", socket.display());
     let mut server = Server::start(ferry().args(["share", "mem", "--poll-us", "50", "--9p", &address]));
     assert_eq!(set(&socket, "poll-us=0"), "poll-us 0\n");
@@ -133,8 +133,8 @@ fn a_9p_server_polls_for_the_configured_time() {
 
 #[test]
 fn the_limit_of_a_running_disk_changes() {
-    let folder = tempfile::tempdir().unwrap();
-    let (file, socket) = (folder.path().join("\x1b[2Jd"), folder.path().join("s"));
+    let directory = tempfile::tempdir().unwrap();
+    let (file, socket) = (directory.path().join("\x1b[2Jd"), directory.path().join("s"));
     File::create(&file).unwrap().set_len(1 << 20).unwrap();
     let mut server = Server::start(ferry().arg("disk").arg(&file).arg("--vhost-user").arg(&socket));
     assert_eq!(limit_of(&socket), Value::Null);
@@ -162,8 +162,8 @@ fn the_limit_of_a_running_disk_changes() {
 
 #[test]
 fn impossible_limits_are_refused_at_the_start() {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
     for limit in ["iops=0", "bps=18446744073709551616", "iops=1000000001", "group=a", "x"] {
         for command in ["share", "disk"] {
             let socket_flag = if command == "share" { "--virtiofs" } else { "--vhost-user" };
@@ -180,15 +180,15 @@ fn impossible_limits_are_refused_at_the_start() {
     let mut command = ferry();
     command.args(["share", "mem", "--limit", "iops=1,group=a", "--virtiofs"]).arg(&socket);
     let said =
-        refused(2, command.args(["mem", "--limit", "iops=2,group=a", "--virtiofs"]).arg(folder.path().join("t")));
+        refused(2, command.args(["mem", "--limit", "iops=2,group=a", "--virtiofs"]).arg(directory.path().join("t")));
     assert!(said.contains("are of one group"), "{said}");
 }
 
 #[test]
 fn a_mount_is_limited_while_it_runs() {
     needs_fuse!();
-    let folder = tempfile::tempdir().unwrap();
-    let at = folder.path().join("m");
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path().join("m");
     std::fs::create_dir(&at).unwrap();
     let mut command = ferry();
     // Without it the mount would use passthrough.

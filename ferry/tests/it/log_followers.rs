@@ -29,11 +29,11 @@ fn end(mut follower: Child) {
 
 #[test]
 fn the_log_level_follows_the_remaining_followers() {
-    let folder = tempfile::tempdir().unwrap();
-    let (socket, a, b) = (folder.path().join("s"), folder.path().join("a"), folder.path().join("b"));
+    let directory = tempfile::tempdir().unwrap();
+    let (socket, a, b) = (directory.path().join("s"), directory.path().join("a"), directory.path().join("b"));
     std::fs::write(&a, "a").unwrap();
     std::fs::write(&b, "b").unwrap();
-    let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let mut server = Server::start(ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket));
     let status = || status_of(&socket, &[]);
     let whose = |words: &[&str]| {
         let requests = status().1.unwrap_or_default();
@@ -71,9 +71,9 @@ fn the_log_level_follows_the_remaining_followers() {
 #[test]
 fn followers_leave_places_for_questions() {
     const FOLLOWERS: usize = 12;
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
-    let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    let mut server = Server::start(ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket));
     let mut followers: Vec<_> = (0..FOLLOWERS).map(|_| follow(&socket, "debug")).collect();
     let refusal = || {
         let mut ferry = ferry();
@@ -105,10 +105,10 @@ fn followers_leave_places_for_questions() {
 
 #[test]
 fn without_a_target_all_that_run_are_listed() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let start = |name: &str| {
-        let socket = folder.path().join(name);
-        (Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket)), socket)
+        let socket = directory.path().join(name);
+        (Server::start(ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket)), socket)
     };
     let (mut first, socket) = start("first");
     let (second, other) = start("second");
@@ -120,7 +120,7 @@ fn without_a_target_all_that_run_are_listed() {
     let text = listed(&[]);
     for (server, socket) in [(&first, &socket), (&second, &other)] {
         let head = format!("process {}: level info, requests logged: none\n", server.pid().as_raw_nonzero());
-        let share = format!("  {} for virtual machines on {}\n", folder.path().display(), socket.display());
+        let share = format!("  {} for virtual machines on {}\n", directory.path().display(), socket.display());
         assert!(text.contains(&(head + &share)), "{text}");
     }
     let pids = || {

@@ -17,8 +17,8 @@ const STRANGER: u32 = 64_321;
 #[test]
 fn readers_of_a_damaged_image_do_not_fill_the_log() {
     needs_fuse!();
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
     for name in ["tree", "mnt"] {
         fs::create_dir(at(name)).unwrap();
     }
@@ -57,10 +57,10 @@ fn log_lines_of_other_users_are_escaped_for_root() {
         ferry_skip::skip!("needs root, to run a server as another user");
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).unwrap();
     // Sets the title of a terminal, clears it, and pretends to be another server's line.
-    let hostile = folder.path().join("\x1b]0;title\x07\u{9b}2J\nprocess 1: level off");
+    let hostile = directory.path().join("\x1b]0;title\x07\u{9b}2J\nprocess 1: level off");
     fs::create_dir(&hostile).unwrap();
     std::os::unix::fs::chown(&hostile, Some(STRANGER), None).unwrap();
     let mut command = Command::new("setpriv");

@@ -25,31 +25,31 @@ fn commands(path: &[String]) -> Vec<Vec<String>> {
 
 #[test]
 fn each_command_has_a_man_page() {
-    let folder = tempfile::tempdir().unwrap();
-    assert!(run(ferry().args(["man", "--all"]).arg(folder.path())).status.success());
+    let directory = tempfile::tempdir().unwrap();
+    assert!(run(ferry().args(["man", "--all"]).arg(directory.path())).status.success());
     let all = commands(&[]);
     assert!(all.len() > 20, "{all:?}");
     for path in &all {
         let name = std::iter::once("ferry").chain(path.iter().map(String::as_str)).collect::<Vec<_>>().join("-");
-        let page = fs::read_to_string(folder.path().join(format!("{name}.1")))
+        let page = fs::read_to_string(directory.path().join(format!("{name}.1")))
             .unwrap_or_else(|error| panic!("{name}: {error}"));
         let title = format!(".TH \"{name}\" \"1\" \"\" \"ferry {}\" \"Ferry\"\n", env!("CARGO_PKG_VERSION"));
         assert!(page.starts_with(&title), "{name}: {page:.100}");
         // The same page by itself.
         assert_eq!(run(ferry().arg("man").args(path)).stdout, page.as_bytes(), "{name}");
     }
-    let of_file = fs::read(folder.path().join("ferry.toml.5")).unwrap();
+    let of_file = fs::read(directory.path().join("ferry.toml.5")).unwrap();
     assert_eq!(run(ferry().args(["man", "ferry.toml"])).stdout, of_file);
-    let drop_in = fs::read_to_string(folder.path().join("ferry-virtiofsd.1")).unwrap();
+    let drop_in = fs::read_to_string(directory.path().join("ferry-virtiofsd.1")).unwrap();
     assert!(drop_in.contains("\nferry\\-virtiofsd \\- ") && drop_in.contains("socket\\-path"), "{drop_in:.500}");
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), all.len() + 2, "pages of no command");
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), all.len() + 2, "pages of no command");
 }
 
 #[test]
 fn man_pages_are_without_warnings() {
-    let folder = tempfile::tempdir().unwrap();
-    assert!(run(ferry().args(["man", "--all"]).arg(folder.path())).status.success());
-    let pages: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let directory = tempfile::tempdir().unwrap();
+    assert!(run(ferry().args(["man", "--all"]).arg(directory.path())).status.success());
+    let pages: Vec<_> = fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
     if is_installed("man") {
         for page in &pages {
             let mut command = Command::new("man");
@@ -78,13 +78,13 @@ fn man_pages_are_without_warnings() {
 /// Each shell reads its completions, and has them offer commands and flags where it can be asked.
 #[test]
 fn shells_take_the_completions() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     for (shell, check) in [("bash", &["-n"][..]), ("zsh", &["-n"]), ("fish", &["--no-execute"])] {
         if !is_installed(shell) {
             ferry_skip::skip!("no {shell}: apt-get install {shell}");
             continue;
         }
-        let file = folder.path().join(shell);
+        let file = directory.path().join(shell);
         for (program, bytes_min) in [("ferry-agent", 100), ("ferry", 1000)] {
             let script = run(ferry().args(["completions", shell, program]));
             assert!(script.status.success() && script.stdout.len() > bytes_min, "{shell}, {program}");
@@ -96,7 +96,7 @@ fn shells_take_the_completions() {
     if is_installed("bash") {
         let ask = "source \"$1\"; COMP_WORDS=(ferry im) COMP_CWORD=1; _ferry ferry im ferry; echo \"${COMPREPLY[*]}\"; \
                    COMP_WORDS=(ferry share --virt) COMP_CWORD=2; _ferry ferry --virt share; echo \"${COMPREPLY[*]}\"";
-        let output = run(Command::new("bash").args(["-c", ask, "bash"]).arg(folder.path().join("bash")));
+        let output = run(Command::new("bash").args(["-c", ask, "bash"]).arg(directory.path().join("bash")));
         assert_eq!(String::from_utf8_lossy(&output.stdout), "image\n--virtiofs\n", "{output:?}");
     }
 }

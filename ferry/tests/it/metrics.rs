@@ -137,8 +137,8 @@ fn promtool_accepts_the_metrics() {
 
 #[test]
 fn shares_and_disks_are_in_the_metrics_of_all_servers() {
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
     fs::create_dir(at("shared \"a\\b\"\n\x1b[2J")).unwrap();
     fs::write(at("disk"), [0; 8192]).unwrap();
     let mut share = ferry();
@@ -171,8 +171,8 @@ fn shares_and_disks_are_in_the_metrics_of_all_servers() {
 
 #[test]
 fn each_series_of_a_process_with_several_servers_comes_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
     let mut disks = ferry();
     disks.arg("disk");
     for name in ["a", "b"] {
@@ -189,12 +189,12 @@ fn each_series_of_a_process_with_several_servers_comes_once() {
 
 #[test]
 fn metrics_are_served_on_loopback_and_unix_sockets() {
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
     let port = free_port();
     let address = format!("127.0.0.1:{port}");
     let mut share = ferry();
-    share.arg("share").arg(folder.path()).arg("--virtiofs").arg(at("s")).args(["--metrics", &address]);
+    share.arg("share").arg(directory.path()).arg("--virtiofs").arg(at("s")).args(["--metrics", &address]);
     let mut share = Server::start(&mut share);
     let reply = fetched(TcpStream::connect(&address).unwrap(), GET);
     let (head, text) = reply.split_once("\r\n\r\n").unwrap();
@@ -206,7 +206,7 @@ fn metrics_are_served_on_loopback_and_unix_sockets() {
     assert!(fetched(TcpStream::connect(&address).unwrap(), "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
     // A second server cannot have the address, and says so.
     let mut second = ferry();
-    second.arg("share").arg(folder.path()).arg("--virtiofs").arg(at("t")).args(["--metrics", &address]);
+    second.arg("share").arg(directory.path()).arg("--virtiofs").arg(at("t")).args(["--metrics", &address]);
     assert!(refused(1, &mut second).contains(&address));
     share.signal(Signal::TERM);
     assert_eq!(share.status(), Some(0));
@@ -233,10 +233,10 @@ fn metrics_are_served_on_loopback_and_unix_sockets() {
 
 #[test]
 fn a_metrics_client_that_never_reads_or_sends_garbage_costs_nothing() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let address = format!("127.0.0.1:{}", free_port());
     let mut share = ferry();
-    share.arg("share").arg(folder.path()).arg("--virtiofs").arg(folder.path().join("s"));
+    share.arg("share").arg(directory.path()).arg("--virtiofs").arg(directory.path().join("s"));
     let share = Server::start(share.args(["--metrics", &address]));
     let connect = || TcpStream::connect(&address).unwrap();
     // More than are served at once: some say nothing, some never read, some send garbage that never ends.
@@ -324,11 +324,11 @@ fn top_shows_the_rates_of_an_interval() {
 /// In a pseudo-terminal, which script(1) makes.
 #[test]
 fn top_redraws_a_terminal_and_escapes_names() {
-    let folder = tempfile::tempdir().unwrap();
-    let hostile = folder.path().join("a\x1b]0;title\x07\nb");
+    let directory = tempfile::tempdir().unwrap();
+    let hostile = directory.path().join("a\x1b]0;title\x07\nb");
     fs::create_dir(&hostile).unwrap();
     let mut share = ferry();
-    let share = Server::start(share.arg("share").arg(&hostile).arg("--virtiofs").arg(folder.path().join("s")));
+    let share = Server::start(share.arg("share").arg(&hostile).arg("--virtiofs").arg(directory.path().join("s")));
     let pid = share.pid().as_raw_nonzero();
     let program = ferry().get_program().to_str().unwrap().to_owned();
     let mut top = Command::new("script");

@@ -89,7 +89,7 @@ fn bad_places_are_refused_in_sentences() {
         (&[&missing, mnt], &[&missing]),
         (&[&file, mnt], &[&file, "directory"]),
         (&[source, mnt, "--log-file", "/no/such/log"], &["/no/such/log"]),
-        (&["pmem:/no/such/folder/image", mnt, "--size", "64M"], &["/no/such/folder/image"]),
+        (&["pmem:/no/such/directory/image", mnt, "--size", "64M"], &["/no/such/directory/image"]),
     ];
     for (args, words) in cases {
         for way in [&[][..], &["--foreground"]] {
@@ -247,7 +247,7 @@ fn mount_and_fstab_find_the_helper() {
         umount mnt
         mount -t ferry -o fast source mnt || echo status $?";
     let mut command = Command::new("unshare");
-    command.args(["--mount", "--propagation", "private", "sh", "-c", script]).current_dir(place.folder.path());
+    command.args(["--mount", "--propagation", "private", "sh", "-c", script]).current_dir(place.directory.path());
     let output = run(command.stdin(Stdio::null()));
     let (out, said) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!(output.status.code(), Some(0), "{out}{said}");
@@ -266,8 +266,8 @@ fn automount_mounts_and_unmounts() {
     let place = Place::new();
     helper(&place);
     fs::write(place.at("map"), format!("src -fstype=ferry,ro :{}\n", place.source.display())).unwrap();
-    let folder = place.folder.path().display();
-    fs::write(place.at("master"), format!("{folder}/auto {folder}/map --timeout=1\n")).unwrap();
+    let directory = place.directory.path().display();
+    fs::write(place.at("master"), format!("{directory}/auto {directory}/map --timeout=1\n")).unwrap();
     let script = r#"set -e
         mkdir sbin auto
         mount -t tmpfs none sbin
@@ -287,7 +287,7 @@ fn automount_mounts_and_unmounts() {
         done"#;
     let mut command = Command::new("timeout");
     command.args(["240", "unshare", "--mount", "--propagation", "private", "sh", "-c", script]);
-    let output = run(command.current_dir(place.folder.path()).stdin(Stdio::null()));
+    let output = run(command.current_dir(place.directory.path()).stdin(Stdio::null()));
     let (out, said) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!(output.status.code(), Some(0), "{out}{said}{:?}", fs::read_to_string(place.at("log")));
     let lines: Vec<&str> = out.lines().collect();
@@ -329,7 +329,7 @@ fn a_mount_is_made_read_only_and_writable_again() {
         options
         ! ./mount.fuse.ferry source source -o remount,rw"#;
     let mut command = Command::new("unshare");
-    command.args(["--mount", "--propagation", "private", "sh", "-c", script]).current_dir(place.folder.path());
+    command.args(["--mount", "--propagation", "private", "sh", "-c", script]).current_dir(place.directory.path());
     let output = run(command.stdin(Stdio::null()));
     let (out, said) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!(output.status.code(), Some(0), "{out}{said}");
@@ -497,7 +497,7 @@ fn to_explain_a_mount_makes_no_image() {
     fs::write(&image, "").unwrap();
     explain(&image, &[]);
     assert_eq!(fs::metadata(&image).unwrap().len(), 0, "it was not ours to make a file system of");
-    let left: Vec<_> = fs::read_dir(place.folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let left: Vec<_> = fs::read_dir(place.directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left.len(), 3, "{left:?}");
 }
 
@@ -541,22 +541,22 @@ fn a_guardian_that_comes_too_late_ends_the_connection() {
 
 #[test]
 fn shares_are_found_by_their_socket() {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
-    let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    let mut server = Server::start(ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket));
     assert_eq!(log_of(&socket, &["debug"])["log"], "debug");
     assert_eq!(log_of(&socket, &["default"])["log"], "info");
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
-    let text = refused(1, ferry().arg("log").arg(folder.path()));
+    let text = refused(1, ferry().arg("log").arg(directory.path()));
     assert!(text.contains("not in a mount or a shared directory of a running ferry"), "{text}");
 }
 
 /// What is proposed where a target means several shares is understood as a target.
 #[test]
 fn shares_are_found_by_the_names_that_are_proposed() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().canonicalize().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().canonicalize().unwrap();
     let file = path.join("ferry.toml");
     let share = |address: &str| format!("[[share]]\nsource = {path:?}\n9p = {address:?}\n");
     let socket = format!("unix:{}", path.join("s").display());
@@ -579,9 +579,9 @@ fn shares_are_found_by_the_names_that_are_proposed() {
 
 #[test]
 fn bad_targets_are_refused_in_sentences() {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
-    let server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    let server = Server::start(ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket));
     let socket = socket.to_str().unwrap();
     let pid = server.pid().as_raw_nonzero().to_string();
     for (args, words) in [
@@ -601,14 +601,14 @@ fn bad_targets_are_refused_in_sentences() {
 fn the_control_socket_bears_anything() {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
-    let server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    let server = Server::start(ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket));
     let pid = server.pid().as_raw_nonzero().to_string();
     let control = if rustix::process::geteuid().is_root() {
         PathBuf::from("/run/ferry").join(&pid)
     } else {
-        ferry_skip::skip!("the folder is known for root");
+        ferry_skip::skip!("the directory is known for root");
         return;
     };
     assert_eq!(fs::metadata(&control).unwrap().permissions().mode() & 0o777, 0o600);

@@ -15,17 +15,17 @@ use rustix::process::{Pid, Signal};
 /// More than `umount` takes on a busy machine, and far less than a request waits for a server.
 const AT_ONCE: Duration = Duration::from_secs(10);
 
-/// A server of the place's source on the socket `s` of the place's folder, by relative paths.
+/// A server of the place's source on the socket `s` of the place's directory, by relative paths.
 fn serve(place: &Place) -> Server {
     let mut share = ferry();
-    share.current_dir(place.folder.path()).args(["share", "source", "--9p", "unix:s"]);
+    share.current_dir(place.directory.path()).args(["share", "source", "--9p", "unix:s"]);
     Server::start(&mut share)
 }
 
 /// The same place, with that server mounted, by relative paths, too.
 fn mounted(place: &Place, flags: &[&str]) -> Pid {
     let mut mount = ferry();
-    mount.current_dir(place.folder.path()).args(["mount", "9p:unix:s", "mnt"]).args(flags);
+    mount.current_dir(place.directory.path()).args(["mount", "9p:unix:s", "mnt"]).args(flags);
     place.mounted_by(&mut mount)
 }
 
@@ -116,7 +116,7 @@ fn a_mount_of_a_server_with_events_sees_host_changes() {
     let place = Place::new();
     let serve = || {
         let mut share = ferry();
-        share.current_dir(place.folder.path()).args(["share", "source", "--9p", "unix:s", "--events"]);
+        share.current_dir(place.directory.path()).args(["share", "source", "--9p", "unix:s", "--events"]);
         Server::start(&mut share)
     };
     let server = serve();
@@ -173,12 +173,12 @@ fn a_chain_of_servers_reports_host_changes() {
     let place = Place::new();
     let serve = |source: &str, address: &str| {
         let mut share = ferry();
-        share.current_dir(place.folder.path()).args(["share", source, "--9p", address, "--events"]);
+        share.current_dir(place.directory.path()).args(["share", source, "--9p", address, "--events"]);
         Server::start(&mut share)
     };
     let servers = [serve("source", "unix:s"), serve("9p:unix:s", "unix:t")];
     let mut mount = ferry();
-    mount.current_dir(place.folder.path()).args(["mount", "9p:unix:t", "mnt", "--cache", "always"]);
+    mount.current_dir(place.directory.path()).args(["mount", "9p:unix:t", "mnt", "--cache", "always"]);
     let pid = place.mounted_by(&mut mount);
     let text = |name: &str| fs::read_to_string(place.mnt.join(name)).ok();
     assert_eq!((text("file").as_deref(), text("new")), (Some("from the source"), None));
@@ -199,7 +199,7 @@ fn mounts_of_servers_with_events_miss_nothing() {
     for (cache, handles) in [("auto", "prefer"), ("always", "prefer"), ("always", "never")] {
         let place = Place::new();
         let mut share = ferry();
-        share.current_dir(place.folder.path()).args(["share", "source", "--9p", "unix:s", "--events"]);
+        share.current_dir(place.directory.path()).args(["share", "source", "--9p", "unix:s", "--events"]);
         share.args(["--inode-file-handles", handles]);
         let server = Server::start(&mut share);
         let pid = mounted(&place, &["--cache", cache]);
@@ -260,14 +260,14 @@ fn images_are_mounted_by_relative_paths() {
     let place = Place::new();
     let in_place = |words: &[&str]| {
         let mut ferry = ferry();
-        ferry.current_dir(place.folder.path()).args(words);
+        ferry.current_dir(place.directory.path()).args(words);
         ferry
     };
     let built = run(&mut in_place(&["image", "build", "source", "-o", "i.img", "--store", "store"]));
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let pid = place.mounted_by(&mut in_place(&["mount", "image:./i.img", "mnt", "--store", "store"]));
     assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
-    // The mount table says where it is from, for people in any folder.
+    // The mount table says where it is from, for people in any directory.
     let source = format!(" image:{} ", place.at("i.img").display());
     assert!(place.mounts()[0].contains(&source), "{:?}", place.mounts());
     place.unmount(pid);
@@ -282,7 +282,7 @@ fn requests_of_9p_clients_are_logged_in_plain_words() {
     fs::create_dir(place.source.join(dir)).unwrap();
     fs::write(place.source.join(dir).join("file"), "text").unwrap();
     let mut share = ferry();
-    share.current_dir(place.folder.path()).args(["share", "source", "--9p", "unix:s"]);
+    share.current_dir(place.directory.path()).args(["share", "source", "--9p", "unix:s"]);
     let mut server = Server::start(share.stderr(File::create(&log).unwrap()));
     let pid = mounted(&place, &["--cache", "none"]);
     let on = run(ferry().arg("log").arg(server.pid().as_raw_nonzero().to_string()).arg("requests"));

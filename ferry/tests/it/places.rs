@@ -85,7 +85,7 @@ fn the_root_of_the_host_can_be_mounted() {
     watched(server.pid(), script, &place.mnt);
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
-    // Explaining it mounts in the folder for temporary files, which is in there, too.
+    // Explaining it mounts in the directory for temporary files, which is in there, too.
     let output = run(ferry().args(["mount", "/", "--explain", "--json"]));
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
 }
@@ -114,7 +114,7 @@ fn of_nobody() -> Option<(Place, PathBuf)> {
         return None;
     }
     let place = Place::new();
-    fs::set_permissions(place.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(place.directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
     for path in [&place.source, &place.mnt] {
         chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
     }
@@ -160,7 +160,7 @@ fn as_user(place: &Place, script: &str) -> Output {
         .env_remove("FERRY_LOG")
         .env_remove("XDG_RUNTIME_DIR")
         .stdin(Stdio::null());
-    let output = run(command.current_dir(place.folder.path()));
+    let output = run(command.current_dir(place.directory.path()));
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{said}");
     output
@@ -185,20 +185,20 @@ fn users_mount_in_the_background() {
 const USER_WATCHES: &str = r#"
 nobody "$PWD/ferry" mount "$PWD/source" "$PWD/mnt" --cache always --watch always
 until_it_is() { for i in $(seq 200); do test "$(nobody sh -c "$1" 2>&1)" != "$2" || return 0; sleep 0.05; done; echo "$1: not $2 but $(nobody sh -c "$1" 2>&1)" >&2; return 1; }
-mkdir -p source/folder/below && echo one >source/folder/file && echo two >source/folder/below/file
-until_it_is 'cat mnt/folder/file mnt/folder/below/file' 'one
+mkdir -p source/directory/below && echo one >source/directory/file && echo two >source/directory/below/file
+until_it_is 'cat mnt/directory/file mnt/directory/below/file' 'one
 two'
-echo uno >source/folder/file
-until_it_is 'cat mnt/folder/file' uno
-echo due >source/folder/below/new && mv source/folder/below/new source/folder/below/file
-until_it_is 'cat mnt/folder/below/file; ls mnt/folder/below' 'due
+echo uno >source/directory/file
+until_it_is 'cat mnt/directory/file' uno
+echo due >source/directory/below/new && mv source/directory/below/new source/directory/below/file
+until_it_is 'cat mnt/directory/below/file; ls mnt/directory/below' 'due
 file'
-chmod 604 source/folder/file
-until_it_is 'stat -c %a mnt/folder/file' 604
-until_it_is 'test -e mnt/folder/absent || echo absent' absent
-touch source/folder/absent
-until_it_is 'test -e mnt/folder/absent && echo there' there
-mv source/folder source/moved
+chmod 604 source/directory/file
+until_it_is 'stat -c %a mnt/directory/file' 604
+until_it_is 'test -e mnt/directory/absent || echo absent' absent
+touch source/directory/absent
+until_it_is 'test -e mnt/directory/absent && echo there' there
+mv source/directory source/moved
 until_it_is 'ls mnt; cat mnt/moved/file' 'file
 moved
 other

@@ -170,12 +170,12 @@ fn an_image_is_checked_and_repaired() {
 
 #[test]
 fn other_files_are_refused_unchanged() {
-    let folder = tempfile::tempdir().unwrap();
-    let other = folder.path().join("letter");
+    let directory = tempfile::tempdir().unwrap();
+    let other = directory.path().join("letter");
     let text = "precious ".repeat(1 << 16);
     fs::write(&other, &text).unwrap();
-    let missing = folder.path().join("missing");
-    let is_directory = folder.path().into();
+    let missing = directory.path().join("missing");
+    let is_directory = directory.path().into();
     for (path, words, expected) in
         [(&other, "holds something else", 4), (&missing, "missing", 1), (&is_directory, "", 1)]
     {
@@ -190,15 +190,15 @@ fn other_files_are_refused_unchanged() {
     assert!(!missing.exists());
 }
 
-/// A mount point or a folder that is missing is named before an image is made, and so is a size.
+/// A mount point or a directory that is missing is named before an image is made, and so is a size.
 #[test]
 fn a_mistake_leaves_no_image() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let at = |name: &str| folder.path().join(name).display().to_string();
-    let (image, source) = (folder.path().join("image"), format!("pmem:{}", at("image")));
+    let directory = tempfile::tempdir().expect("a directory");
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    let (image, source) = (directory.path().join("image"), format!("pmem:{}", at("image")));
     let lines: [(&[&str], &str); 3] = [
         (&["mount", &source, &at("none"), "--size", "64M"], "does not exist; make it first"),
-        (&["share", &source, "--virtiofs", &at("none/s"), "--size", "64M"], "the folder of the socket"),
+        (&["share", &source, "--virtiofs", &at("none/s"), "--size", "64M"], "the directory of the socket"),
         (&["share", &source, "--virtiofs", &at("s")], "give its size (for example --size 8G)"),
     ];
     for (line, words) in lines {
@@ -211,12 +211,12 @@ fn a_mistake_leaves_no_image() {
 #[test]
 fn a_start_that_fails_late_leaves_no_image() {
     needs_fuse!();
-    let folder = tempfile::tempdir().expect("a folder");
-    let at = |name: &str| folder.path().join(name).display().to_string();
-    let (image, tier) = (folder.path().join("image"), folder.path().join("tier"));
+    let directory = tempfile::tempdir().expect("a directory");
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    let (image, tier) = (directory.path().join("image"), directory.path().join("tier"));
     let (source, tier2, file) = (format!("pmem:{}", at("image")), at("tier"), at("file"));
     let new = ["--size", "16M", "--tier2", &tier2, "--tier2-size", "16M"];
-    fs::write(folder.path().join("file"), "").expect("a file");
+    fs::write(directory.path().join("file"), "").expect("a file");
     let ninep = ["--9p", "tcp:0.0.0.0:0"];
     let remote = "other machines can reach";
     let mount = [&["mount", &source, &file][..], &new].concat();

@@ -15,18 +15,18 @@ use crate::common::{Server, ferry, needs_fuse, refused, run};
 
 /// A directory and a mount point.
 struct Places {
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
     dir: PathBuf,
     at: PathBuf,
 }
 
 impl Places {
     fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let (dir, at) = (folder.path().join("dir"), folder.path().join("mnt"));
+        let directory = tempfile::tempdir().unwrap();
+        let (dir, at) = (directory.path().join("dir"), directory.path().join("mnt"));
         fs::create_dir(&dir).unwrap();
         fs::create_dir(&at).unwrap();
-        Self { _folder: folder, dir, at }
+        Self { _directory: directory, dir, at }
     }
 
     /// Mounts the directory; the root itself has 4 KiB.
@@ -152,8 +152,8 @@ fn an_unlinked_file_takes_room_until_it_is_closed() {
 
 #[test]
 fn quotas_that_could_not_hold_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let (dir, socket) = (folder.path(), folder.path().join("s"));
+    let directory = tempfile::tempdir().unwrap();
+    let (dir, socket) = (directory.path(), directory.path().join("s"));
     for (flags, words) in [
         (&["--quota", "1G", "--dax", "128M"][..], "--quota and --dax exclude each other"),
         (&["--quota", "18446744073709551616"], "is not a quota"),
@@ -170,7 +170,7 @@ fn quotas_that_could_not_hold_are_refused() {
     assert!(said.contains("--quota is for directories, and mem is not one"), "{said}");
     let mut command = ferry();
     command.arg("share").arg(dir).args(["--quota", "1G", "--virtiofs"]).arg(&socket).arg(dir);
-    let said = refused(2, command.arg("--virtiofs").arg(folder.path().join("t")));
+    let said = refused(2, command.arg("--virtiofs").arg(directory.path().join("t")));
     assert!(said.contains("share the same files with different flags"), "{said}");
 }
 

@@ -292,7 +292,7 @@ fn missing_permission_is_an_error() {
 fn bad_words_are_refused_in_one_sentence() {
     let place = Place::new();
     let pull = |words: &[&str]| {
-        refused(1, place.command("pull", "copy").current_dir(place.folder.path()).args(words).args(["-o", "x.img"]))
+        refused(1, place.command("pull", "copy").current_dir(place.directory.path()).args(words).args(["-o", "x.img"]))
     };
     assert!(pull(&["nowhere"]).contains("write oci:HOST/NAME:TAG"));
     assert!(pull(&["oci:http://registry.invalid/a"]).contains("--plain-http"));
@@ -313,7 +313,7 @@ fn mounts_before_it_is_here(kind: Kind, layout: &'static str) {
     let mounted = Mounted::new();
     let mount = |words: &[&str]| {
         let mut line = ferry();
-        target.set(&mut line).env("HOME", place.folder.path());
+        target.set(&mut line).env("HOME", place.directory.path());
         line.arg("mount").arg(format!("image:{}", place.at("lazy.img").display())).arg(&mounted.mnt).arg("--store");
         line.arg(place.at("lazy")).args(["--from", &target.reference, "--digest", &digest]).args(words);
         line
@@ -377,7 +377,7 @@ fn the_cache_is_bounded() {
     let mounted = Mounted::new();
     let mount = |store: &str, words: &[&str]| {
         let mut line = ferry();
-        target.set(&mut line).env("HOME", place.folder.path());
+        target.set(&mut line).env("HOME", place.directory.path());
         line.arg("mount").arg(format!("image:{}", place.at("lazy.img").display())).arg(&mounted.mnt).arg("--store");
         line.arg(place.at(store)).args(["--from", &target.reference, "--digest", &digest]).args(words);
         mounted.mounted_by(&mut line)
@@ -547,10 +547,10 @@ fn the_kernel_mounts_an_image_before_it_is_here() {
     one.is_denied("large");
     // One that comes to nothing, after it has taken over, leaves it at that.
     let two = mount("two");
-    let nowhere = place.at("no/such/folder");
+    let nowhere = place.at("no/such/directory");
     let failed = two.command(&few).arg("--foreground").arg("--upper").arg(nowhere).output().unwrap();
     let said = String::from_utf8_lossy(&failed.stderr);
-    assert!(!failed.status.success() && said.contains("no/such/folder"), "{said}");
+    assert!(!failed.status.success() && said.contains("no/such/directory"), "{said}");
     one.is_denied("sub/09");
     // A new one, of a second mount, answers for the first, too.
     let server = two.served(&few).unwrap();

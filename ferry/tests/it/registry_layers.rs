@@ -19,7 +19,7 @@ use toc_layers::{Format, Layer, Writer, lay_out, sha256};
 
 /// A registry behind a proxy, and what is made for it.
 struct Place {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     _server: Program,
     proxy: Proxy,
 }
@@ -29,15 +29,15 @@ impl Place {
         Self::below(&std::env::temp_dir())
     }
 
-    fn below(folder: &Path) -> Option<Self> {
-        let folder = tempfile::tempdir_in(folder).unwrap();
-        let server = registry(&folder.path().join("server"), false)?;
+    fn below(directory: &Path) -> Option<Self> {
+        let directory = tempfile::tempdir_in(directory).unwrap();
+        let server = registry(&directory.path().join("server"), false)?;
         let proxy = Proxy::to(server.address);
-        Some(Self { folder, _server: server, proxy })
+        Some(Self { directory, _server: server, proxy })
     }
 
     fn at(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     fn reference(&self) -> String {
@@ -47,7 +47,7 @@ impl Place {
     fn command(&self, command: &str, store: &str) -> Command {
         let mut line = ferry();
         line.args(["image", command, "--store"]).arg(self.at(store)).env_remove("REGISTRY_AUTH_FILE");
-        line.env("HOME", self.folder.path()).env_remove("DOCKER_CONFIG").env_remove("XDG_RUNTIME_DIR");
+        line.env("HOME", self.directory.path()).env_remove("DOCKER_CONFIG").env_remove("XDG_RUNTIME_DIR");
         line
     }
 
@@ -59,12 +59,12 @@ impl Place {
         let mut line = Command::new(program);
         line.args(["--insecure-policy", "copy", "--dest-tls-verify=false"]).args(words);
         line.arg(format!("oci:{}:1", bundle.display())).arg(format!("docker://{}/os/app:1", self.proxy.address));
-        text(line.env("HOME", self.folder.path()));
+        text(line.env("HOME", self.directory.path()));
     }
 
     fn mount(&self, mounted: &Mounted, words: &[&str]) -> Command {
         let mut line = ferry();
-        line.env("HOME", self.folder.path());
+        line.env("HOME", self.directory.path());
         line.arg("mount").arg(format!("image:{}", self.at("lazy.img").display())).arg(&mounted.mnt).arg("--store");
         line.arg(self.at("lazy")).args(["--from", &self.reference()]).args(words);
         line
@@ -291,7 +291,7 @@ fn layers_are_mounted_and_watched() {
     place.push(&layers, &["--preserve-digests"]);
     let mounted = Mounted::new();
     let mut line = ferry();
-    line.env("HOME", place.folder.path()).env_remove("REGISTRY_AUTH_FILE").env_remove("XDG_RUNTIME_DIR");
+    line.env("HOME", place.directory.path()).env_remove("REGISTRY_AUTH_FILE").env_remove("XDG_RUNTIME_DIR");
     let source = format!("layers:{}", place.at("layers").display());
     let pid = mounted.mounted_by(line.arg("mount").arg(&source).arg(&mounted.mnt).args(["--fetch-ahead", "1"]));
     let name = ferry_layers::reference_name(place.reference().strip_prefix("oci:").unwrap());
@@ -315,7 +315,8 @@ fn layers_are_mounted_and_watched() {
     // As the unit does it.
     let file = place.at("layers.toml");
     fs::write(&file, format!("[[share]]\nsource = \"{source}\"\nmount = \"{}\"\n", mounted.mnt.display())).unwrap();
-    let mut server = ferry().arg("share").arg("--config").arg(&file).env("HOME", place.folder.path()).spawn().unwrap();
+    let mut server =
+        ferry().arg("share").arg("--config").arg(&file).env("HOME", place.directory.path()).spawn().unwrap();
     until("the mount", || !mounted.mounts().is_empty());
     let found = fs::read(layer.join("diff/sub/08"));
     let pid = rustix::process::Pid::from_child(&server);
@@ -338,8 +339,8 @@ fn podman_makes_containers_of_an_image_of_its_storage() {
         return ferry_skip::skip!("needs root and podman: apt-get install podman");
     }
     // On a disk, for overlayfs.
-    let folder = tempfile::tempdir_in("/var/tmp").unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let at = |name: &str| directory.path().join(name);
     for name in ["tree", "mnt"] {
         fs::create_dir(at(name)).unwrap();
     }

@@ -30,8 +30,8 @@ pub struct Manager {
 }
 
 impl Manager {
-    pub fn new(folder: &Path) -> Self {
-        let path = folder.join("notify");
+    pub fn new(directory: &Path) -> Self {
+        let path = directory.join("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
         sockopt::set_socket_passcred(&socket, true).unwrap();
         Self { socket, path }
@@ -65,16 +65,16 @@ pub fn signal(child: &Child, signal: Signal) {
 /// However many processes a start makes, the one that the manager knows says both, once each, and only when all sockets are there.
 #[test]
 fn the_started_process_notifies_ready_and_stopping() {
-    let folder = tempfile::tempdir().unwrap();
-    let manager = Manager::new(folder.path());
-    let tree = folder.path().join("tree");
+    let directory = tempfile::tempdir().unwrap();
+    let manager = Manager::new(directory.path());
+    let tree = directory.path().join("tree");
     fs::create_dir(&tree).unwrap();
-    let (one, two) = (folder.path().join("one"), folder.path().join("two"));
+    let (one, two) = (directory.path().join("one"), directory.path().join("two"));
     for disk in [&one, &two] {
         fs::write(disk, [0; 4096]).unwrap();
     }
-    let socket = |name: &str| folder.path().join(name);
-    let config = folder.path().join("both.toml");
+    let socket = |name: &str| directory.path().join(name);
+    let config = directory.path().join("both.toml");
     fs::write(
         &config,
         "[[share]]\nsource = \"tree\"\nvirtiofs = \"a\"\n\n[[disk]]\nfile = \"one\"\nvhost-user = \"b\"\n",
@@ -114,9 +114,9 @@ fn the_started_process_notifies_ready_and_stopping() {
 #[test]
 fn a_mount_is_ready_when_it_can_be_used() {
     common::needs_fuse!();
-    let folder = tempfile::tempdir().unwrap();
-    let manager = Manager::new(folder.path());
-    let mountpoint = folder.path().join("mnt");
+    let directory = tempfile::tempdir().unwrap();
+    let manager = Manager::new(directory.path());
+    let mountpoint = directory.path().join("mnt");
     fs::create_dir(&mountpoint).unwrap();
     let mut child = manager.start(ferry().args(["mount", "mem", "--foreground"]).arg(&mountpoint));
     let pid = i32::try_from(child.id()).unwrap();
@@ -131,11 +131,12 @@ fn a_mount_is_ready_when_it_can_be_used() {
 /// A start that fails is never ready, and a manager that cannot be reached is no reason to fail.
 #[test]
 fn only_a_start_that_succeeds_is_ready() {
-    let folder = tempfile::tempdir().unwrap();
-    let manager = Manager::new(folder.path());
-    let missing = folder.path().join("missing");
-    let mut child = manager
-        .start(ferry().arg("share").arg(&missing).arg("--virtiofs").arg(folder.path().join("s")).stderr(Stdio::null()));
+    let directory = tempfile::tempdir().unwrap();
+    let manager = Manager::new(directory.path());
+    let missing = directory.path().join("missing");
+    let mut child = manager.start(
+        ferry().arg("share").arg(&missing).arg("--virtiofs").arg(directory.path().join("s")).stderr(Stdio::null()),
+    );
     assert_eq!(wait(&mut child), Some(1));
     assert_eq!(manager.next(MOMENT), None);
     for name in ["/no/such/socket", "vsock:2:1"] {
@@ -143,11 +144,11 @@ fn only_a_start_that_succeeds_is_ready() {
         command
             .env("NOTIFY_SOCKET", name)
             .arg("share")
-            .arg(folder.path())
+            .arg(directory.path())
             .arg("--virtiofs")
-            .arg(folder.path().join("s"));
+            .arg(directory.path().join("s"));
         let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        common::place::until("it serves", || UnixStream::connect(folder.path().join("s")).is_ok());
+        common::place::until("it serves", || UnixStream::connect(directory.path().join("s")).is_ok());
         signal(&child, Signal::TERM);
         assert_eq!(wait(&mut child), Some(0));
         let mut said = String::new();
@@ -191,8 +192,8 @@ fn pass(command: &mut Command, sockets: &[&dyn AsRawFd]) {
 
 #[test]
 fn passed_sockets_are_taken_by_their_addresses() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
     fs::create_dir(path("tree")).unwrap();
     fs::write(path("disk"), [0; 4096]).unwrap();
     let [virtiofs, ninep, disk] = ["v", "n", "d"].map(|name| UnixListener::bind(path(name)).unwrap());
@@ -206,7 +207,7 @@ fn passed_sockets_are_taken_by_their_addresses() {
         ),
     )
     .unwrap();
-    let manager = Manager::new(folder.path());
+    let manager = Manager::new(directory.path());
     // In an order that is not that of the file; and once more, as when the service is started again.
     for _ in 0..2 {
         let mut command = ferry();
@@ -258,13 +259,13 @@ fn vhost_user_features(socket: &Path) {
 /// Sockets that nothing listens on, or that are of no use, are named; those of another process are not ours.
 #[test]
 fn passed_sockets_that_are_of_no_use_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
     let listener = UnixListener::bind(path("other")).unwrap();
     let datagram = UnixDatagram::bind(path("datagram")).unwrap();
     let share = || {
         let mut command = ferry();
-        command.arg("share").arg(folder.path()).arg("--virtiofs").arg(path("s"));
+        command.arg("share").arg(directory.path()).arg("--virtiofs").arg(path("s"));
         command
     };
     let mut command = share();
@@ -276,13 +277,13 @@ fn passed_sockets_that_are_of_no_use_are_refused() {
     let said = refused(1, &mut command);
     assert!(said.contains("descriptor 3 of the service manager is not a listening socket"), "{said}");
     let mut command = ferry();
-    command.arg("share").arg(folder.path()).arg("--virtiofs").arg(path("other")).args(["--socket-group", "0"]);
+    command.arg("share").arg(directory.path()).arg("--virtiofs").arg(path("other")).args(["--socket-group", "0"]);
     pass(&mut command, &[&listener]);
     let said = refused(1, &mut command);
     assert!(said.contains("SocketGroup="), "{said}");
     // By its number, as without a manager.
     let mut command = ferry();
-    command.arg("share").arg(folder.path()).args(["--fd", "3"]);
+    command.arg("share").arg(directory.path()).args(["--fd", "3"]);
     pass(&mut command, &[&listener]);
     let mut child = command.stdout(Stdio::null()).spawn().unwrap();
     vhost_user_features(&path("other"));
@@ -303,11 +304,11 @@ fn systemd_socket_activate_starts_a_share_for_its_first_client() {
     if Command::new(program).arg("--version").stdout(Stdio::null()).status().is_err() {
         return ferry_skip::skip!("no {program}: apt-get install systemd");
     }
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
     let mut command = Command::new(program);
     command.arg("--listen").arg(&socket).arg(env!("CARGO_BIN_EXE_ferry"));
-    command.arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket).stderr(Stdio::null());
+    command.arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket).stderr(Stdio::null());
     let mut child = command.spawn().unwrap();
     common::place::until("it listens", || socket.exists());
     vhost_user_features(&socket);

@@ -19,9 +19,9 @@ use rustix::process::Signal;
 #[test]
 fn serves_until_a_signal() {
     for signal in [Signal::TERM, Signal::INT] {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("s");
-        let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
+        let mut server = Server::start(ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket));
         assert_eq!(server.line["shares"][0]["virtiofs"], socket.to_str().unwrap());
         assert!(socket.exists());
         server.signal(signal);
@@ -33,11 +33,11 @@ fn serves_until_a_signal() {
 /// If SIGCHLD is ignored, the kernel reaps children silently, and Ferry has children from its start.
 #[test]
 fn serves_also_if_its_parent_ignores_the_end_of_children() {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
     let mut shell = Command::new("sh");
     shell.args(["-c", "trap '' CHLD; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_ferry"), "share"]).stdin(Stdio::null());
-    let mut server = Server::start(shell.arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let mut server = Server::start(shell.arg(directory.path()).arg("--virtiofs").arg(&socket));
     let status = fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
     let ignored = u64::from_str_radix(ignored, 16).unwrap();
@@ -51,10 +51,10 @@ fn serves_also_if_its_parent_ignores_the_end_of_children() {
 #[test]
 fn the_log_names_the_mounts_of_a_guest() {
     for (flags, words) in [(&[][..], "the device, which needs --tag NAME"), (&["--tag", "work"], "tag=\"work\"")] {
-        let folder = tempfile::tempdir().unwrap();
-        let log = folder.path().join("log");
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
         let mut share = ferry();
-        share.arg("share").arg(folder.path()).arg("--virtiofs").arg(folder.path().join("s")).args(flags);
+        share.arg("share").arg(directory.path()).arg("--virtiofs").arg(directory.path().join("s")).args(flags);
         share.stdout(Stdio::null()).stderr(fs::File::create(&log).unwrap());
         let mut server = share.spawn().unwrap();
         let said = || fs::read_to_string(&log).unwrap();
@@ -75,14 +75,14 @@ fn a_group_may_connect_too() {
         return;
     }
     for sockets in [&["--virtiofs", "s"][..], &["--9p", "unix:s"], &["--9p", "vhost-user:s"]] {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let share = || {
             let mut command = ferry();
-            command.args(["share", "mem"]).args(sockets).current_dir(folder.path());
+            command.args(["share", "mem"]).args(sockets).current_dir(directory.path());
             command
         };
         let server = Server::start(share().args(["--socket-group", &GROUP.to_string()]));
-        let found = fs::metadata(folder.path().join("s")).unwrap();
+        let found = fs::metadata(directory.path().join("s")).unwrap();
         let found = (found.uid(), found.gid(), found.permissions().mode() & 0o777);
         assert_eq!(found, (0, GROUP, 0o660), "{sockets:?}");
         drop(server);
@@ -93,11 +93,11 @@ fn a_group_may_connect_too() {
 
 /// Whoever could be taken for the keeper of a guest's state would be handed its memory.
 #[test]
-fn state_is_kept_in_a_folder_of_this_users_own_alone() {
+fn state_is_kept_in_a_directory_of_this_users_own_alone() {
     /// An unused user id.
     const STRANGER: u32 = 64_321;
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
     let share = |program: &mut Command, socket: &str| {
         let mut command = std::mem::replace(program, Command::new(""));
         command.arg("share").arg(at("dir")).arg("--virtiofs").arg(at(socket)).arg("--state").arg(at("state"));
@@ -114,7 +114,7 @@ fn state_is_kept_in_a_folder_of_this_users_own_alone() {
         assert!(!at("s").exists(), "the socket is left behind");
     };
     mode(0o755);
-    is_refused("others may enter the folder, which has mode 0755; it must be this user's alone: chmod 0700");
+    is_refused("others may enter the directory, which has mode 0755; it must be this user's alone: chmod 0700");
     mode(0o700);
     fs::rename(at("state"), at("real")).unwrap();
     std::os::unix::fs::symlink(at("real"), at("state")).unwrap();
@@ -127,10 +127,10 @@ fn state_is_kept_in_a_folder_of_this_users_own_alone() {
     }
     let owner = |uid: u32| std::os::unix::fs::chown(at("state"), Some(uid), None).unwrap();
     owner(STRANGER);
-    is_refused("the folder belongs to user 64321, and this server runs as user 0");
-    // The folder was theirs, and so is the keeper in it.
+    is_refused("the directory belongs to user 64321, and this server runs as user 0");
+    // The directory was theirs, and so is the keeper in it.
     std::os::unix::fs::chown(at("theirs"), Some(STRANGER), None).unwrap();
-    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let mut command = Command::new("setpriv");
     command.args([format!("--reuid={STRANGER}"), format!("--regid={STRANGER}"), "--clear-groups".into()]);
     command.arg(ferry().get_program()).env_remove("FERRY_LOG").stdin(std::process::Stdio::null());
@@ -144,12 +144,12 @@ fn state_is_kept_in_a_folder_of_this_users_own_alone() {
 #[test]
 fn a_killed_keeper_ends_at_once() {
     for sandbox in ["namespace", "none"] {
-        let folder = tempfile::tempdir().unwrap();
-        let (socket, state) = (folder.path().join("s"), folder.path().join("state"));
+        let directory = tempfile::tempdir().unwrap();
+        let (socket, state) = (directory.path().join("s"), directory.path().join("state"));
         fs::create_dir(&state).unwrap();
         fs::set_permissions(&state, fs::Permissions::from_mode(0o700)).unwrap();
         let mut share = ferry();
-        share.arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket).arg("--state").arg(&state);
+        share.arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket).arg("--state").arg(&state);
         let mut server = Server::start(share.args(["--sandbox", sandbox]));
         let line = [b"ferry-keeper\0", state.join("keeper").as_os_str().as_encoded_bytes(), b"\0"].concat();
         let status = |pid: &str| fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -174,12 +174,12 @@ fn file_handles_that_are_insisted_on_and_may_not_be_opened_are_refused() {
         ferry_skip::skip!("needs root, to do without a capability");
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     for (when, is_refused) in [("mandatory", true), ("prefer", false)] {
         let mut command = Command::new("setpriv");
         command.args(["--bounding-set", "-dac_read_search", "--inh-caps", "-dac_read_search"]);
         command.arg(ferry().get_program()).args(["share", ".", "--virtiofs", "s", "--inode-file-handles", when]);
-        command.current_dir(folder.path()).env_remove("FERRY_LOG").stdin(std::process::Stdio::null());
+        command.current_dir(directory.path()).env_remove("FERRY_LOG").stdin(std::process::Stdio::null());
         if is_refused {
             let text = refused(1, &mut command);
             assert!(text.contains("--inode-file-handles mandatory: "), "{text}");
@@ -187,7 +187,7 @@ fn file_handles_that_are_insisted_on_and_may_not_be_opened_are_refused() {
                 text.contains("has no file handles, or this user may not open them (CAP_DAC_READ_SEARCH)"),
                 "{text}"
             );
-            assert!(!folder.path().join("s").exists(), "the socket is left behind");
+            assert!(!directory.path().join("s").exists(), "the socket is left behind");
         } else {
             Server::start(&mut command);
         }
@@ -204,15 +204,15 @@ fn speaks_9p(stream: &mut (impl Read + Write)) {
 
 #[test]
 fn serves_9p_clients() {
-    let folder = tempfile::tempdir().unwrap();
-    fs::create_dir(folder.path().join("a")).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    fs::create_dir(directory.path().join("a")).unwrap();
     let line = "share a --9p unix:n.sock a --9p tcp:127.0.0.1:0 mem --virtiofs v.sock --9p-users 5:6 --9p tcp:[::1]:0";
     // Not every machine has the last.
     let has_ipv6 = std::net::TcpListener::bind("[::1]:0").is_ok();
     let words = line.split(' ').take(if has_ipv6 { usize::MAX } else { 7 });
-    let mut server = Server::start(ferry().current_dir(folder.path()).args(words));
+    let mut server = Server::start(ferry().current_dir(directory.path()).args(words));
     let address = |server: &Server, share: usize| server.line["shares"][share]["9p"].as_str().unwrap().to_owned();
-    let socket = folder.path().join("n.sock");
+    let socket = directory.path().join("n.sock");
     assert!(address(&server, 0).ends_with("/n.sock") && address(&server, 0).starts_with("unix:/"));
     assert_eq!(fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
     speaks_9p(&mut UnixStream::connect(&socket).unwrap());
@@ -229,12 +229,12 @@ fn serves_9p_clients() {
 
 #[test]
 fn limits_of_9p_clients_are_kept() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let line = "share mem --9p unix:n.sock --9p-msize 64K --9p-connections 2 --9p-idle 1 --9p-no-read-ahead \
                 mem --9p unix:slow.sock --9p-slow 1";
-    let _server = Server::start(ferry().current_dir(folder.path()).args(line.split_whitespace()));
+    let _server = Server::start(ferry().current_dir(directory.path()).args(line.split_whitespace()));
     let connect = |name: &str| {
-        let stream = UnixStream::connect(folder.path().join(name)).unwrap();
+        let stream = UnixStream::connect(directory.path().join(name)).unwrap();
         stream.set_read_timeout(Some(std::time::Duration::from_secs(20))).unwrap();
         stream
     };
@@ -272,9 +272,9 @@ fn tcp_for_other_machines_needs_a_flag() {
 /// 9P with TLS as a user sets it up, with OpenSSL at the other end; and what is said when the files are wrong.
 #[test]
 fn serves_9p_by_tls() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let openssl = |line: &str| {
-        let made = Command::new("openssl").args(line.split(' ')).current_dir(folder.path()).output().unwrap();
+        let made = Command::new("openssl").args(line.split(' ')).current_dir(directory.path()).output().unwrap();
         assert!(made.status.success(), "{made:?}");
     };
     for name in ["a", "b"] {
@@ -284,7 +284,7 @@ fn serves_9p_by_tls() {
     let line = "share mem --9p tls:127.0.0.1:0 --tls-cert a.pem --tls-key";
     let share = |more: &str| {
         let mut ferry = ferry();
-        ferry.current_dir(folder.path()).args(line.split(' ')).args(more.split(' '));
+        ferry.current_dir(directory.path()).args(line.split(' ')).args(more.split(' '));
         ferry
     };
     for (more, words) in [
@@ -294,7 +294,7 @@ fn serves_9p_by_tls() {
         ("a.key --tls-client-ca a.key", "/a.key holds no certificate"),
     ] {
         let text = refused(1, &mut share(more));
-        let words = words.replace('/', &format!("{}/", folder.path().display()));
+        let words = words.replace('/', &format!("{}/", directory.path().display()));
         assert!(text.contains(&words), "{text}");
     }
     let output = run(ferry().args(["share", "mem", "--9p", "tls:127.0.0.1:0"]));
@@ -308,7 +308,7 @@ fn serves_9p_by_tls() {
         let line =
             format!("s_client -quiet -connect {address} -CAfile a.pem -cert {certificate}.pem -key {certificate}.key");
         let mut client = Command::new("openssl");
-        client.args(line.split(' ')).current_dir(folder.path());
+        client.args(line.split(' ')).current_dir(directory.path());
         client.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
         client.stderr(std::process::Stdio::null()).spawn().unwrap()
     };
@@ -385,20 +385,17 @@ impl<W: Write, R> Write for Both<W, R> {
 
 #[test]
 fn serves_several_directories() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     for name in ["a", "b"] {
-        fs::create_dir(folder.path().join(name)).unwrap();
+        fs::create_dir(directory.path().join(name)).unwrap();
     }
-    let mut server = Server::start(
-        ferry().current_dir(folder.path()).args(["share", "a", "--virtiofs", "a.sock", "--tag", "first"]).args([
-            "b",
-            "--virtiofs",
-            "b.sock",
-            "--read-only",
-            "--queues",
-            "3",
-        ]),
-    );
+    let mut server =
+        Server::start(
+            ferry()
+                .current_dir(directory.path())
+                .args(["share", "a", "--virtiofs", "a.sock", "--tag", "first"])
+                .args(["b", "--virtiofs", "b.sock", "--read-only", "--queues", "3"]),
+        );
     let shares = server.line["shares"].as_array().unwrap();
     assert_eq!(shares.len(), 2);
     assert_eq!((&shares[0]["tag"], &shares[0]["read_only"]), (&"first".into(), &false.into()));
@@ -410,49 +407,49 @@ fn serves_several_directories() {
 
 #[test]
 fn serves_the_shares_of_a_file() {
-    let folder = tempfile::tempdir().unwrap();
-    fs::create_dir(folder.path().join("data")).unwrap();
-    let file = folder.path().join("ferry.toml");
+    let directory = tempfile::tempdir().unwrap();
+    fs::create_dir(directory.path().join("data")).unwrap();
+    let file = directory.path().join("ferry.toml");
     fs::write(&file, "[[share]]\ndir = \"data\"\nvirtiofs = \"s\"\ncache = \"always\"\n").unwrap();
     let mut server = Server::start(ferry().arg("share").arg("--config").arg(&file));
     assert_eq!(server.line["shares"][0]["tag"], "data");
-    assert!(folder.path().join("s").exists(), "paths are relative to the file");
+    assert!(directory.path().join("s").exists(), "paths are relative to the file");
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
 }
 
 #[test]
 fn serves_an_inherited_socket() {
-    let folder = tempfile::tempdir().unwrap();
-    let listener = UnixListener::bind(folder.path().join("s")).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let listener = UnixListener::bind(directory.path().join("s")).unwrap();
     rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty()).unwrap();
     let number = std::os::fd::AsRawFd::as_raw_fd(&listener).to_string();
-    let mut server = Server::start(ferry().arg("share").arg(folder.path()).args(["--fd", &number]));
+    let mut server = Server::start(ferry().arg("share").arg(directory.path()).args(["--fd", &number]));
     assert_eq!(server.line["shares"][0]["fd"].to_string(), number);
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
-    assert!(folder.path().join("s").exists(), "an inherited socket's file is its maker's");
+    assert!(directory.path().join("s").exists(), "an inherited socket's file is its maker's");
 }
 
 #[test]
 fn replaces_a_stale_socket() {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
-    let mut killed = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    let mut killed = Server::start(ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket));
     killed.signal(Signal::KILL);
     killed.status();
     assert!(socket.exists(), "a killed server cannot remove its socket");
-    let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let mut server = Server::start(ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket));
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0));
 }
 
 #[test]
 fn refuses_a_socket_in_use() {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("s");
-    let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
-    let text = refused(1, ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    let mut server = Server::start(ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket));
+    let text = refused(1, ferry().arg("share").arg(directory.path()).arg("--virtiofs").arg(&socket));
     assert!(text.contains(socket.to_str().unwrap()) && text.contains("in use"), "{text}");
     assert!(socket.exists());
     server.signal(Signal::TERM);
@@ -461,11 +458,11 @@ fn refuses_a_socket_in_use() {
 
 #[test]
 fn refuses_unshareable_paths() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("file");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("file");
     fs::write(&file, "").unwrap();
-    let good = folder.path().to_str().unwrap();
-    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let good = directory.path().to_str().unwrap();
+    let at = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     let cases: [(&[&str], &[&str]); 7] = [
         (&[&at("missing"), "--virtiofs", &at("s")], &["missing"]),
         (&[&at("file"), "--virtiofs", &at("s")], &["file", "directory"]),
@@ -481,26 +478,26 @@ fn refuses_unshareable_paths() {
         for word in words {
             assert!(text.contains(word), "{args:?}: {text}");
         }
-        assert!(!folder.path().join("s").exists(), "{args:?} leaves a socket behind");
+        assert!(!directory.path().join("s").exists(), "{args:?} leaves a socket behind");
     }
 }
 
 #[test]
 fn refuses_a_directory_without_permission() {
-    let folder = tempfile::tempdir().unwrap();
-    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
-    let closed = folder.path().join("closed");
+    let directory = tempfile::tempdir().unwrap();
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let closed = directory.path().join("closed");
     fs::create_dir(&closed).unwrap();
     fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
-    // A copy that anybody may start, wherever the build folder is. Made by another process: a descriptor of ours that
+    // A copy that anybody may start, wherever the build directory is. Made by another process: a descriptor of ours that
     // writes to it could leak into a child of another test, and a program that is being written cannot be started.
-    let program = folder.path().join("ferry");
+    let program = directory.path().join("ferry");
     assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_ferry")).arg(&program).status().unwrap().success());
     let mut command = Command::new(&program);
     if rustix::process::geteuid().is_root() {
         command.uid(65534).gid(65534);
     }
-    let text = refused(1, command.arg("share").arg(&closed).arg("--virtiofs").arg(folder.path().join("s")));
+    let text = refused(1, command.arg("share").arg(&closed).arg("--virtiofs").arg(directory.path().join("s")));
     assert!(text.contains("closed") && text.contains("may not"), "{text}");
 }
 
@@ -513,7 +510,7 @@ fn usage_hides_flags_set_by_the_environment() {
         assert!(!text.contains("--log "), "{text}");
     }
     // It is unchanged nevertheless.
-    let wrong = run(ferry().env("FERRY_LOG", "debgu").args(["share", "mem", "--virtiofs", "/no/such/folder/s"]));
+    let wrong = run(ferry().env("FERRY_LOG", "debgu").args(["share", "mem", "--virtiofs", "/no/such/directory/s"]));
     assert_eq!(wrong.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&wrong.stderr).contains("did you mean debug?"), "{wrong:?}");
 }
@@ -541,31 +538,32 @@ fn the_recipe_for_certificates_works() {
     let help = String::from_utf8(run(ferry().args(["share", "--help"])).stdout).unwrap();
     let indented: String = recipe.lines().map(|line| format!("  {line}\n")).collect();
     assert!(help.contains(indented.trim_end()), "{help}");
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let (making, using) = recipe.split_once("ferry share ").unwrap();
     let making = making.replace("HOST", "localhost");
-    let made = Command::new("sh").args(["-euc", &making]).current_dir(folder.path()).output().unwrap();
+    let made = Command::new("sh").args(["-euc", &making]).current_dir(directory.path()).output().unwrap();
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
     let (share, mount) = using.split_once("ferry mount ").unwrap();
     let words = |line: &str| line.split_whitespace().filter(|word| *word != "\\").map(String::from).collect::<Vec<_>>();
-    let in_folder = |words: &[String]| {
+    let in_directory = |words: &[String]| {
         let mut ferry = ferry();
-        ferry.current_dir(folder.path()).args(words);
+        ferry.current_dir(directory.path()).args(words);
         ferry
     };
     let replaced = share.replace("/srv/src", "mem").replace("0.0.0.0:564", "127.0.0.1:0");
-    let mut server = Server::start(&mut in_folder(&[vec!["share".into()], words(&replaced)].concat()));
+    let mut server = Server::start(&mut in_directory(&[vec!["share".into()], words(&replaced)].concat()));
     let address = server.line["shares"][0]["9p"].as_str().unwrap().to_owned();
     let port = address.rsplit_once(':').unwrap().1;
     // What mounts does, shares do: they connect, and need no right to mount.
     let replaced = mount.replace("HOST:564", &format!("localhost:{port}")).replace("/mnt", "--9p unix:again");
-    let mut again = Server::start(&mut in_folder(&[vec!["share".into()], words(&replaced)].concat()));
-    speaks_9p(&mut UnixStream::connect(folder.path().join("again")).unwrap());
+    let mut again = Server::start(&mut in_directory(&[vec!["share".into()], words(&replaced)].concat()));
+    speaks_9p(&mut UnixStream::connect(directory.path().join("again")).unwrap());
     // Without extensions the same tools make what is refused, with the file and the remedy.
     let old = "openssl x509 -req -in me.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 9 -out me.pem";
-    let old = Command::new("sh").args(["-euc", old]).current_dir(folder.path()).output().unwrap();
+    let old = Command::new("sh").args(["-euc", old]).current_dir(directory.path()).output().unwrap();
     assert!(old.status.success(), "{}", String::from_utf8_lossy(&old.stderr));
-    let text = refused(1, &mut in_folder(&[vec!["share".into()], words(&replaced.replace("again", "never"))].concat()));
+    let text =
+        refused(1, &mut in_directory(&[vec!["share".into()], words(&replaced.replace("again", "never"))].concat()));
     assert!(text.contains("/me.pem cannot be used") && text.contains("-copy_extensions copy"), "{text}");
     for server in [&mut again, &mut server] {
         server.signal(Signal::TERM);
@@ -575,8 +573,8 @@ fn the_recipe_for_certificates_works() {
 
 #[test]
 fn refuses_unknown_keys_by_name() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("f.toml");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("f.toml");
     fs::write(&file, "[[share]]\ndir = \"/tmp\"\nvirtiofs = \"s\"\nreadonly = true\n").unwrap();
     let text = refused(2, ferry().arg("share").arg("--config").arg(&file));
     assert!(text.contains("f.toml") && text.contains("line 4") && text.contains("`readonly`"), "{text}");
@@ -628,16 +626,16 @@ fn documents_come_from_the_same_table() {
 
 #[test]
 fn each_page_that_a_page_refers_to_exists() {
-    let folder = tempfile::tempdir().unwrap();
-    assert!(run(ferry().args(["man", "--all"]).arg(folder.path())).status.success());
+    let directory = tempfile::tempdir().unwrap();
+    assert!(run(ferry().args(["man", "--all"]).arg(directory.path())).status.success());
     let build = run(ferry().args(["man", "image", "build"])).stdout;
-    assert_eq!(build, fs::read(folder.path().join("ferry-image-build.1")).unwrap());
+    assert_eq!(build, fs::read(directory.path().join("ferry-image-build.1")).unwrap());
     let mut references = 0;
-    for file in fs::read_dir(folder.path()).unwrap() {
+    for file in fs::read_dir(directory.path()).unwrap() {
         let page = fs::read_to_string(file.unwrap().path()).unwrap().replace('\\', "");
         for (before, _) in page.match_indices("(1)").map(|(at, _)| page.split_at(at)) {
             let name = before.rsplit([' ', '\n']).next().unwrap();
-            assert!(folder.path().join(format!("{name}.1")).exists(), "{name}");
+            assert!(directory.path().join(format!("{name}.1")).exists(), "{name}");
             references += 1;
         }
     }
@@ -646,8 +644,8 @@ fn each_page_that_a_page_refers_to_exists() {
 
 #[test]
 fn events_without_a_watch_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let (dir, socket) = (folder.path().join("d"), folder.path().join("s"));
+    let directory = tempfile::tempdir().unwrap();
+    let (dir, socket) = (directory.path().join("d"), directory.path().join("s"));
     fs::create_dir_all(dir.join("below")).unwrap();
     let share = |source: &Path, flags: &[&str]| {
         let mut command = ferry();
@@ -671,7 +669,7 @@ fn events_without_a_watch_are_refused() {
     // Of another server's files only Ferry's tells what happens, and only if it is to.
     let of_server = said(share(Path::new("9p:unix:/absent"), &["--cache", "always", "--virtiofs"]).arg(&socket));
     assert!(of_server.contains("--events with --cache always or metadata is for files of this host"), "{of_server}");
-    let plain = folder.path().join("p");
+    let plain = directory.path().join("p");
     let address = format!("unix:{}", plain.display());
     let server = Server::start(ferry().arg("share").arg(&dir).args(["--9p", &address]));
     let output = run(share(Path::new(&format!("9p:{address}")), &["--virtiofs"]).arg(&socket));
@@ -679,7 +677,7 @@ fn events_without_a_watch_are_refused() {
     assert!(!output.status.success() && why.contains("sends no events"), "{why}");
     drop(server);
     // Files in memory are served: there is a server to be found.
-    let memory = folder.path().join("m");
+    let memory = directory.path().join("m");
     let mut child = share(Path::new("mem"), &["--virtiofs"]).arg(&memory).spawn().unwrap();
     let start = std::time::Instant::now();
     while !memory.exists() {
@@ -697,7 +695,7 @@ fn events_without_a_watch_are_refused() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && said.contains("--events with --cache always"), "{said}");
     let mut both = share(&dir, &["--virtiofs"]);
-    let output = run(both.arg(&socket).arg(dir.join("below")).arg("--virtiofs").arg(folder.path().join("t")));
+    let output = run(both.arg(&socket).arg(dir.join("below")).arg("--virtiofs").arg(directory.path().join("t")));
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && said.contains("overlaps with another shared directory"), "{said}");
     assert!(!socket.exists());

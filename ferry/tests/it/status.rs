@@ -37,21 +37,21 @@ fn export(server: &Value, kind: &str) -> Value {
     exports.iter().find(|export| export["kind"] == kind).unwrap_or_else(|| panic!("{server}")).clone()
 }
 
-fn shared(folder: &Path) -> Server {
+fn shared(directory: &Path) -> Server {
     let mut command = ferry();
-    command.arg("share").arg(folder).arg("--virtiofs").arg(folder.join("s"));
-    Server::start(command.arg("--9p").arg(format!("unix:{}", folder.join("9p").display())))
+    command.arg("share").arg(directory).arg("--virtiofs").arg(directory.join("s"));
+    Server::start(command.arg("--9p").arg(format!("unix:{}", directory.join("9p").display())))
 }
 
 #[test]
 fn clients_that_come_and_go_are_counted() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut server = shared(folder.path());
+    let directory = tempfile::tempdir().unwrap();
+    let mut server = shared(directory.path());
     let pid = server.pid().as_raw_nonzero().to_string();
     let count = |kind: &str| export(&status(&pid), kind)["clients"].as_u64().unwrap();
     for (kind, socket) in [("virtiofs", "s"), ("9p", "9p")] {
         assert_eq!(count(kind), 0);
-        let client = UnixStream::connect(folder.path().join(socket)).unwrap();
+        let client = UnixStream::connect(directory.path().join(socket)).unwrap();
         until("a client", || count(kind) == 1);
         drop(client);
         until("its end", || count(kind) == 0);
@@ -61,7 +61,7 @@ fn clients_that_come_and_go_are_counted() {
     assert_eq!(shown["shares"][0]["cache"], "auto");
     assert!(shown["memory_bytes"].as_u64().is_some_and(|bytes| bytes > 1 << 20), "{shown}");
     // By its socket, and as text.
-    let text = run(ferry().arg("status").arg(folder.path().join("s"))).stdout;
+    let text = run(ferry().arg("status").arg(directory.path().join("s"))).stdout;
     let text = String::from_utf8(text).unwrap();
     assert!(text.starts_with(&format!("process {pid} of user ")) && text.contains("0 clients"), "{text}");
     server.signal(Signal::TERM);
@@ -95,9 +95,9 @@ fn another_users_share_is_refused() {
         ferry_skip::skip!("needs root, to become another user");
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    let server = shared(folder.path());
+    let directory = tempfile::tempdir().unwrap();
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let server = shared(directory.path());
     let pid = server.pid().as_raw_nonzero().to_string();
     let as_stranger = |args: &[&str]| {
         let mut command = Command::new("setpriv");
@@ -105,8 +105,8 @@ fn another_users_share_is_refused() {
         command.arg(ferry().get_program()).args(args).env_remove("FERRY_LOG").stdin(Stdio::null());
         run(&mut command)
     };
-    let socket = folder.path().join("s");
-    for target in [pid.as_str(), socket.to_str().unwrap(), folder.path().to_str().unwrap()] {
+    let socket = directory.path().join("s");
+    for target in [pid.as_str(), socket.to_str().unwrap(), directory.path().to_str().unwrap()] {
         for args in [&["status", target][..], &["set", target, "limit=iops=1"]] {
             let output = as_stranger(args);
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -116,7 +116,7 @@ fn another_users_share_is_refused() {
     }
     let all = as_stranger(&["status", "--json"]);
     let all: Value = serde_json::from_slice(&all.stdout).unwrap();
-    assert!(!all.to_string().contains(&*folder.path().to_string_lossy()), "{all}");
+    assert!(!all.to_string().contains(&*directory.path().to_string_lossy()), "{all}");
     // Root sees that of a user, whose number is shown.
     assert_eq!(status(&pid)["user"], 0);
     assert_eq!(status(&pid)["shares"][0]["limit"], Value::Null, "the stranger has set none");
@@ -140,8 +140,8 @@ fn invalid_requests_on_the_control_socket_get_errors() {
         ferry_skip::skip!("needs root, whose sockets are in /run/ferry");
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let server = shared(folder.path());
+    let directory = tempfile::tempdir().unwrap();
+    let server = shared(directory.path());
     let pid = server.pid().as_raw_nonzero().to_string();
     let megabyte = [vec![b'x'; 1 << 20], vec![b'\n']].concat();
     let deep = [vec![b'['; 20_000], vec![b'\n']].concat();
@@ -173,8 +173,8 @@ fn clients_that_send_drop_by_drop_lose_their_places() {
         ferry_skip::skip!("needs root, whose sockets are in /run/ferry");
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let server = shared(folder.path());
+    let directory = tempfile::tempdir().unwrap();
+    let server = shared(directory.path());
     let pid = server.pid().as_raw_nonzero().to_string();
     let path = format!("/run/ferry/{pid}");
     let mut slow: Vec<_> = (0..PLACES).map(|_| UnixStream::connect(&path).unwrap()).collect();
@@ -192,8 +192,8 @@ fn a_server_that_runs_and_does_not_answer_is_named() {
         ferry_skip::skip!("needs root, whose sockets are in /run/ferry");
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let server = shared(folder.path());
+    let directory = tempfile::tempdir().unwrap();
+    let server = shared(directory.path());
     // This process in the place of a server: it accepts and hangs up.
     let pid = std::process::id();
     let path = Path::new("/run/ferry").join(pid.to_string());
@@ -212,8 +212,8 @@ fn a_server_that_runs_and_does_not_answer_is_named() {
 
 #[test]
 fn names_do_nothing_to_a_terminal() {
-    let folder = tempfile::tempdir().unwrap();
-    let hostile = folder.path().join("\x1b]0;title\x07\nprocess 1 of user 0");
+    let directory = tempfile::tempdir().unwrap();
+    let hostile = directory.path().join("\x1b]0;title\x07\nprocess 1 of user 0");
     fs::create_dir(&hostile).unwrap();
     let server = shared(&hostile);
     let pid = server.pid().as_raw_nonzero().to_string();

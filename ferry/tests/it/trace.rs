@@ -151,7 +151,7 @@ fn a_trace_is_refused_where_a_file_exists_and_removed_if_the_start_fails() {
     let place = Place::new();
     fs::write(place.at("kept"), "as it was").unwrap();
     std::os::unix::fs::symlink(place.at("nothing"), place.at("link")).unwrap();
-    for name in ["kept", "link", "missing/folder"] {
+    for name in ["kept", "link", "missing/directory"] {
         let said = refused(1, place.mount(&["--foreground"]).arg("--trace").arg(place.at(name)));
         assert!(said.contains(name) && said.contains("for the trace"), "{said}");
     }

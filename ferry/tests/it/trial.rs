@@ -18,17 +18,17 @@ fn in_guest(dirs: &[&Path], flags: &[&str], script: &str) -> Command {
 
 #[test]
 fn the_commands_status_is_its_own() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     for (script, status) in [("true", 0), ("exit 7", 7), ("kill -TERM $$", 143), ("exec /no/such/program", 127)] {
-        let output = run(&mut in_guest(&[folder.path()], &[], script));
+        let output = run(&mut in_guest(&[directory.path()], &[], script));
         assert_eq!(output.status.code(), Some(status), "{script}: {}", String::from_utf8_lossy(&output.stderr));
     }
 }
 
 #[test]
 fn the_directory_is_the_working_directory() {
-    let folder = tempfile::tempdir().unwrap();
-    let dir = folder.path().join("work");
+    let directory = tempfile::tempdir().unwrap();
+    let dir = directory.path().join("work");
     fs::create_dir(&dir).unwrap();
     fs::write(dir.join("in"), "from the host").unwrap();
     let script = "cat in; printf 'from the guest' >out; mkdir sub; mv out sub/; pwd >&2";
@@ -41,8 +41,8 @@ fn the_directory_is_the_working_directory() {
 
 #[test]
 fn a_directory_of_another_name_in_the_guest_is_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let dir = folder.path().join("my work");
+    let directory = tempfile::tempdir().unwrap();
+    let dir = directory.path().join("my work");
     fs::create_dir(&dir).unwrap();
     let output = run(&mut in_guest(&[&dir], &[], "pwd; id -u; touch /etc/gone; ls /etc/gone"));
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -59,11 +59,11 @@ fn a_directory_of_another_name_in_the_guest_is_named() {
 
 #[test]
 fn every_directory_has_a_place() {
-    let folder = tempfile::tempdir().unwrap();
-    let dirs = ["a/src", "b/src", "doc"].map(|name| folder.path().join(name));
+    let directory = tempfile::tempdir().unwrap();
+    let dirs = ["a/src", "b/src", "doc"].map(|name| directory.path().join(name));
     for dir in &dirs {
         fs::create_dir_all(dir).unwrap();
-        fs::write(dir.join("name"), dir.strip_prefix(folder.path()).unwrap().to_str().unwrap()).unwrap();
+        fs::write(dir.join("name"), dir.strip_prefix(directory.path()).unwrap().to_str().unwrap()).unwrap();
     }
     let dirs: Vec<&Path> = dirs.iter().map(|dir| dir.as_path()).collect();
     let script = "echo $(cat name) $(cat /mnt/src-2/name) $(cat /mnt/doc/name)";
@@ -73,22 +73,22 @@ fn every_directory_has_a_place() {
 
 #[test]
 fn read_only_means_it() {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("file"), "old").unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("file"), "old").unwrap();
     let script = "mount -o remount,rw . 2>/dev/null; echo new >file; rm -f file; mkdir dir; cat file";
-    let output = run(&mut in_guest(&[folder.path()], &["--read-only"], script));
+    let output = run(&mut in_guest(&[directory.path()], &["--read-only"], script));
     assert_eq!(String::from_utf8_lossy(&output.stdout), "old");
-    assert_eq!(fs::read_to_string(folder.path().join("file")).unwrap(), "old");
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    assert_eq!(fs::read_to_string(directory.path().join("file")).unwrap(), "old");
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
 }
 
 #[test]
 fn standard_input_reaches_the_command() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("in");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("in");
     let bytes: Vec<u8> = (0..200_000_u32).map(|n| n.to_le_bytes()[n as usize % 3]).collect();
     fs::write(&file, &bytes).unwrap();
-    let output = in_guest(&[folder.path()], &[], "cat").stdin(fs::File::open(&file).unwrap()).output().unwrap();
+    let output = in_guest(&[directory.path()], &[], "cat").stdin(fs::File::open(&file).unwrap()).output().unwrap();
     assert_eq!(output.status.code(), Some(0));
     assert!(output.stdout == bytes, "{} bytes came back", output.stdout.len());
 }
@@ -96,19 +96,19 @@ fn standard_input_reaches_the_command() {
 #[test]
 #[ignore = "fetches QEMU (some 200 MB) and takes ten seconds"]
 fn a_stock_kernel_does_the_same() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let script = "echo from the guest >file; git --version; exit 6";
-    let output = run(&mut in_guest(&[folder.path()], &["--qemu"], script));
+    let output = run(&mut in_guest(&[directory.path()], &["--qemu"], script));
     assert_eq!(output.status.code(), Some(6), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(String::from_utf8_lossy(&output.stdout).starts_with("git version"), "no program of the host's");
-    assert_eq!(fs::read_to_string(folder.path().join("file")).unwrap(), "from the guest\n");
+    assert_eq!(fs::read_to_string(directory.path().join("file")).unwrap(), "from the guest\n");
 }
 
-/// The guest's processes die with the program, and its folders go.
+/// The guest's processes die with the program, and its directories go.
 #[test]
 fn a_signal_ends_it_and_nothing_is_left() {
-    let folder = tempfile::tempdir().unwrap();
-    let (dir, tmp) = (folder.path().join("dir"), folder.path().join("tmp"));
+    let directory = tempfile::tempdir().unwrap();
+    let (dir, tmp) = (directory.path().join("dir"), directory.path().join("tmp"));
     fs::create_dir(&dir).unwrap();
     fs::create_dir(&tmp).unwrap();
     for (during_boot, signal, status) in
@@ -125,7 +125,7 @@ fn a_signal_ends_it_and_nothing_is_left() {
         }
         kill_process(Pid::from_child(&child), signal).unwrap();
         assert_eq!(wait(&mut child), Some(status));
-        assert_eq!(fs::read_dir(&tmp).unwrap().count(), 0, "folders are left behind");
+        assert_eq!(fs::read_dir(&tmp).unwrap().count(), 0, "directories are left behind");
         assert_eq!(processes_about(&tmp), Vec::<String>::new());
     }
 }
@@ -142,24 +142,24 @@ fn processes_about(path: &Path) -> Vec<String> {
 
 #[test]
 fn mistakes_are_one_sentence() {
-    let folder = tempfile::tempdir().unwrap();
-    let missing = folder.path().join("missing");
+    let directory = tempfile::tempdir().unwrap();
+    let missing = directory.path().join("missing");
     let text = refused(1, &mut in_guest(&[&missing], &[], "true"));
     assert!(text.contains("missing"), "{text}");
 }
 
 /// Runs a watcher in the guest while the host makes files; returns its output and what `ferry` says.
 fn watched_in_guest(flags: &[&str], limit: Duration) -> (String, String) {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let script = "inotifywait -q -t 20 -e create --format %f . || echo nothing";
-    let mut child = in_guest(&[folder.path()], &[flags, &["--verbose"]].concat(), script);
+    let mut child = in_guest(&[directory.path()], &[flags, &["--verbose"]].concat(), script);
     let child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let (begin, pid) = (Instant::now(), child.id());
     let ended = std::thread::spawn(move || child.wait_with_output().unwrap());
     let mut number = 0;
     while !ended.is_finished() && begin.elapsed() < limit {
         number += 1;
-        fs::write(folder.path().join(format!("fresh{number}")), "").unwrap();
+        fs::write(directory.path().join(format!("fresh{number}")), "").unwrap();
         std::thread::sleep(Duration::from_millis(100));
     }
     if !ended.is_finished() {

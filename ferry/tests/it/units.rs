@@ -38,8 +38,8 @@ const WITH_MOUNT_NAMESPACE: [&str; 22] = [
 
 /// The templates, which are all of this program; `snapshotter/tests/it/unit.rs` tests the other one.
 fn units() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/systemd");
-    let units = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/systemd");
+    let units = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     units.filter(|path| path.to_string_lossy().contains('@')).collect()
 }
 
@@ -59,18 +59,19 @@ fn systemd_takes_the_units() {
     if Command::new("systemd-analyze").arg("--version").stdout(Stdio::null()).status().is_err() {
         return ferry_skip::skip!("no systemd-analyze: apt-get install systemd");
     }
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let mut install = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install"));
     // Only that there is a program matters.
     install.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("FERRY_AGENT", env!("CARGO_BIN_EXE_ferry"));
-    install.env("DESTDIR", "").env("PREFIX", folder.path());
+    install.env("DESTDIR", "").env("PREFIX", directory.path());
     assert!(run(&mut install).status.success());
     // Templates are verified as the instance `i`, and the agent is bound to its mount.
-    fs::write(folder.path().join("lib/systemd/system/i.mount"), "[Mount]\nWhat=t\nWhere=/i\nType=virtiofs\n").unwrap();
+    fs::write(directory.path().join("lib/systemd/system/i.mount"), "[Mount]\nWhat=t\nWhere=/i\nType=virtiofs\n")
+        .unwrap();
     let units = units();
     assert_eq!(units.len(), 6, "{units:?}");
     for unit in units {
-        let installed = folder.path().join("lib/systemd/system").join(unit.file_name().unwrap());
+        let installed = directory.path().join("lib/systemd/system").join(unit.file_name().unwrap());
         // The pages are not where this machine's man looks for them.
         let output = run(Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&installed));
         // It says what is wrong with the machine's own units, too.
@@ -118,9 +119,9 @@ fn a_server_in_its_unit_is_confined_as_without() {
     {
         return ferry_skip::skip!("needs root and setpriv");
     }
-    let folder = tempfile::tempdir().unwrap();
-    let manager = Manager::new(folder.path());
-    let path = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let manager = Manager::new(directory.path());
+    let path = |name: &str| directory.path().join(name);
     fs::create_dir(path("tree")).unwrap();
     fs::write(path("disk"), [0; 4096]).unwrap();
     fs::write(path("share.toml"), "[[share]]\nsource = \"tree\"\nvirtiofs = \"s\"\n").unwrap();

@@ -247,13 +247,13 @@ fn systemd_starts_and_restarts_the_units() {
 #[test]
 #[ignore = "long: boots systemd"]
 fn systemd_runs_the_agent_with_its_mount() {
-    let folder = tempfile::tempdir().unwrap();
-    if let Err(why) = ferry_dir::can_watch(fs::File::open(folder.path()).unwrap().as_fd()) {
+    let directory = tempfile::tempdir().unwrap();
+    if let Err(why) = ferry_dir::can_watch(fs::File::open(directory.path()).unwrap().as_fd()) {
         return ferry_skip::skip!("{why}");
     }
-    let socket = folder.path().join("s");
+    let socket = directory.path().join("s");
     let mut command = ferry();
-    command.arg("share").arg(folder.path()).args(["--events", "--tag", "t", "--virtiofs"]).arg(&socket);
+    command.arg("share").arg(directory.path()).args(["--events", "--tag", "t", "--virtiofs"]).arg(&socket);
     let server = Server(command.spawn().unwrap());
     let begin = std::time::Instant::now();
     while !socket.exists() {
@@ -282,8 +282,8 @@ fn boot(test: &str, expected: &str, socket: Option<&Path>) {
     if !Path::new(SYSTEMD).exists() {
         return ferry_skip::skip!("no {SYSTEMD}: apt-get install systemd");
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
     fs::create_dir(path("units")).unwrap();
     for entry in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/systemd")).unwrap() {
         let unit = entry.unwrap().path();
@@ -295,7 +295,7 @@ fn boot(test: &str, expected: &str, socket: Option<&Path>) {
     let modules = ["fuse/fuse.ko", "fuse/virtiofs.ko", "overlayfs/overlay.ko"];
     let modules = modules.map(|name| parts.modules.join("kernel/fs").join(name).display().to_string());
     let here = |text: &str| {
-        let text = text.replace("HERE", folder.path().to_str().unwrap());
+        let text = text.replace("HERE", directory.path().to_str().unwrap());
         let text = text.replace("BUSYBOX", parts.busybox.to_str().unwrap());
         text.replace("MODULES", &modules.join(" "))
     };
@@ -310,7 +310,7 @@ fn boot(test: &str, expected: &str, socket: Option<&Path>) {
             .split(' '),
     );
     machine.arg("seccomp=auto").arg(format!("init={}", path("init").display()));
-    machine.arg(format!("uml_dir={}", folder.path().display())).env("TMPDIR", folder.path());
+    machine.arg(format!("uml_dir={}", directory.path().display())).env("TMPDIR", directory.path());
     machine.args(socket.map(|socket| format!("virtio_uml.device={}:26:0", socket.display())));
     machine.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
     let mut machine = machine.spawn().unwrap();

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use ferry_tests::suites::fsx;
 use ferry_tests::suites::pjdfstest::{self, Results, names};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use tempfile::TempDir;
 
 /// Cases of pjdfstest that toyfs fails, and why.
@@ -25,7 +25,7 @@ pub struct Pjdfstest(TempDir);
 
 impl Pjdfstest {
     pub fn new() -> Self {
-        Self(folder(Place::Disk))
+        Self(directory(Place::Disk))
     }
 
     /// Runs it on a mount and checks its output: all cases except the known ones pass. `sh` runs a script where the
@@ -50,7 +50,7 @@ pub struct Fsx(TempDir);
 
 impl Fsx {
     pub fn new() -> Self {
-        Self(folder(Place::Disk))
+        Self(directory(Place::Disk))
     }
 
     /// Runs it in the working directory.

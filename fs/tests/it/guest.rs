@@ -7,13 +7,13 @@ use std::time::Duration;
 use common::suites::{Fsx, Pjdfstest};
 use common::{GREET, MISTAKE, Mistaken, Server, WORK};
 use ferry_fs::virtiofs::{Export, Options};
-use ferry_tests::{MOUNTPOINT, Place, TIMEOUT, folder, guest_on, run};
+use ferry_tests::{MOUNTPOINT, Place, TIMEOUT, directory, guest_on, run};
 use rustix::process::Signal;
 
 /// Serves an example to a guest that runs a shell script in it.
 fn in_guest(name: &str, flags: &[&str], script: &str, timeout: Duration) -> ferry_tests::GuestResult {
-    let folder = folder(Place::Memory);
-    let socket = folder.path().join("s");
+    let directory = directory(Place::Memory);
+    let socket = directory.path().join("s");
     let mut server = Server::start(name, "virtiofs", &socket, &[&["--tag", "t"], flags].concat());
     let ran = run(guest_on(&socket, ["sh", "-euc", script]), timeout);
     server.signal(Signal::TERM);
@@ -49,8 +49,8 @@ fn toyfs_passes_fsx() {
 
 #[test]
 fn a_panic_fails_only_its_caller() {
-    let folder = folder(Place::Memory);
-    let socket = folder.path().join("s");
+    let directory = directory(Place::Memory);
+    let socket = directory.path().join("s");
     let options = Options { tag: Some("t".parse().unwrap()), queues: 1, ..Options::default() };
     let export = Export::listen(&socket, Arc::new(Mistaken), options).unwrap();
     run(guest_on(&socket, ["sh", "-euc", MISTAKE]), TIMEOUT).ok();

@@ -277,10 +277,10 @@ fn nothing_can_be_changed_through_a_read_only_mount() {
 
 #[test]
 fn mistakes_are_one_sentence() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("file");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("file");
     std::fs::write(&file, "precious").unwrap();
-    let nowhere = folder.path().join("no/where");
+    let nowhere = directory.path().join("no/where");
     for (line, words) in [
         (["mount", nowhere.to_str().unwrap()], "hello: "),
         (["mount", file.to_str().unwrap()], "hello: "),
@@ -298,9 +298,9 @@ fn mistakes_are_one_sentence() {
 /// The device of a program tells its tag to a guest that asks, and the program says so where it has none.
 #[test]
 fn a_program_without_a_tag_names_the_vmms_that_need_one() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     for (flags, lines) in [(&[][..], 2), (&["--tag", "greeting"], 1)] {
-        let socket = folder.path().join("s");
+        let socket = directory.path().join("s");
         let mut command = Command::new(example("hello"));
         command.arg("virtiofs").arg(&socket).args(flags).stdin(Stdio::null()).stdout(Stdio::piped());
         let child = command.spawn().unwrap();

@@ -145,12 +145,12 @@ fn on_mounts(test: impl Fn(&Recorder, File, &std::path::Path)) {
         return;
     }
     for path in [fuse::Path::Auto, fuse::Path::Devfuse] {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let recorder = Arc::new(Recorder::new());
         let options = fuse::Options { path, ..fuse::Options::default() };
         let source = Arc::clone(&recorder) as Arc<dyn FileSystem>;
-        let export = fuse::Export::mount(folder.path(), source, options).unwrap();
-        let name = folder.path().join("file");
+        let export = fuse::Export::mount(directory.path(), source, options).unwrap();
+        let name = directory.path().join("file");
         test(&recorder, OpenOptions::new().read(true).write(true).open(&name).unwrap(), &name);
         export.stop();
     }

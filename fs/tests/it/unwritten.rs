@@ -107,12 +107,12 @@ fn on_mounts(read_only: bool, test: impl Fn(&Bare, &Path)) {
         return;
     }
     for path in [fuse::Path::Auto, fuse::Path::Devfuse] {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let bare = Arc::new(Bare { read_only, ..Bare::default() });
         bare.files.lock().unwrap().insert(2, (b"file".into(), TEXT.into()));
         let options = fuse::Options { path, ..fuse::Options::default() };
-        let export = fuse::Export::mount(folder.path(), Arc::clone(&bare) as _, options).unwrap();
-        test(&bare, folder.path());
+        let export = fuse::Export::mount(directory.path(), Arc::clone(&bare) as _, options).unwrap();
+        test(&bare, directory.path());
         assert!(bare.handles.lock().unwrap().iter().all(|handle| *handle == Handle(0)), "the handle is 0");
         export.stop();
     }

@@ -37,7 +37,7 @@ pub fn run(guest: Guest) -> Result<(i32, Vec<u8>, Vec<u8>)> {
     Ok((status, out.join().unwrap(), err.join().unwrap()))
 }
 
-/// virtiofsd 1.14 on a folder. It ends with its client, or with this.
+/// virtiofsd 1.14 on a directory. It ends with its client, or with this.
 pub struct Virtiofsd {
     child: Child,
     pub socket: PathBuf,

@@ -17,7 +17,7 @@ fn output_and_status_are_the_commands() {
 }
 
 #[test]
-fn arguments_environment_and_folder_arrive_as_they_are() {
+fn arguments_environment_and_directory_arrive_as_they_are() {
     let odd = std::ffi::OsString::from_vec(b"it's \"x\" $HOME `y`\n\xff end".to_vec());
     let mut guest = guest(&["sh", "-c", "printf %s \"$1|$V|$HOME|\"; pwd", "sh"]);
     guest.command.push(odd.clone());

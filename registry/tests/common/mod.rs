@@ -346,17 +346,17 @@ fn say(stream: &mut (impl Read + Write), request: &Request, reply: &Reply) -> st
 
 /// A tree that was built and pushed.
 pub struct Place {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     pub fake: Fake,
     pub built: BuildReport,
     layout: Layout,
 }
 
-fn build_and_push(folder: &Path, layout: Layout, fake: &Fake) -> BuildReport {
-    let (image, store) = (folder.join("image"), folder.join("store"));
+fn build_and_push(directory: &Path, layout: Layout, fake: &Fake) -> BuildReport {
+    let (image, store) = (directory.join("image"), directory.join("store"));
     let open = || Store::create(&store).unwrap();
     let options = BuildOptions { layout, ..BuildOptions::default() };
-    let built = build(&folder.join("tree"), &image, open(), &options, &|_, _| {}).unwrap();
+    let built = build(&directory.join("tree"), &image, open(), &options, &|_, _| {}).unwrap();
     push(&fake.remote(), &image, None, &open(), &store, 2, &|_, _| {}).unwrap();
     fake.requests();
     built
@@ -376,8 +376,8 @@ impl Place {
     }
 
     pub fn laid_out(layout: Layout) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let tree = folder.path().join("tree");
+        let directory = tempfile::tempdir().unwrap();
+        let tree = directory.path().join("tree");
         fs::create_dir(&tree).unwrap();
         for number in 0..FILES {
             fs::write(tree.join(format!("{number:02}")), content(number)).unwrap();
@@ -385,13 +385,13 @@ impl Place {
         let large: Vec<u8> = (0..1_500_000_u32).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
         fs::write(tree.join("large"), large).unwrap();
         let fake = Fake::start();
-        let built = build_and_push(folder.path(), layout, &fake);
-        Self { folder, fake, built, layout }
+        let built = build_and_push(directory.path(), layout, &fake);
+        Self { directory, fake, built, layout }
     }
 
     /// Builds the tree once more in the same store, and pushes it to the same place.
     pub fn build_and_push(&mut self) {
-        self.built = build_and_push(self.folder.path(), self.layout, &self.fake);
+        self.built = build_and_push(self.directory.path(), self.layout, &self.fake);
     }
 
     /// Has the server offer the image with the digest of another tree in it, and all names that follow from that.
@@ -408,7 +408,7 @@ impl Place {
     }
 
     pub fn at(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     pub fn pull(&self, remote: &Arc<Remote>, store: &str) -> Result<PullOutcome> {

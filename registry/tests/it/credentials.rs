@@ -35,8 +35,8 @@ fn apart_with(test: &str, environment: &[(&str, &OsStr)], hosts: Option<&Path>) 
     if std::env::var_os("FERRY_TEST_APART").is_some() {
         return true;
     }
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("auth.json"), "{}").unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("auth.json"), "{}").unwrap();
     let program = std::env::current_exe().unwrap();
     let mut command = match hosts {
         Some(hosts) => {
@@ -48,7 +48,7 @@ fn apart_with(test: &str, environment: &[(&str, &OsStr)], hosts: Option<&Path>) 
         None => Command::new(program),
     };
     command.args(["--exact", &format!("credentials::{test}"), "--nocapture"]).env("FERRY_TEST_APART", "1");
-    command.env(FILE, folder.path().join("auth.json")).env_remove("SSL_CERT_DIR").envs(environment.iter().copied());
+    command.env(FILE, directory.path().join("auth.json")).env_remove("SSL_CERT_DIR").envs(environment.iter().copied());
     let output = command.output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
@@ -243,9 +243,9 @@ fn realms_named_without_tls_get_no_credentials() {
     assert!(tokens.requests().iter().all(|request| authorization(request).is_none()));
 }
 
-pub fn by_tls(folder: &Path) -> Arc<rustls::ServerConfig> {
-    let certificate = CertificateDer::from_pem_file(folder.join("server.pem")).unwrap();
-    let key = PrivateKeyDer::from_pem_file(folder.join("server.key")).unwrap();
+pub fn by_tls(directory: &Path) -> Arc<rustls::ServerConfig> {
+    let certificate = CertificateDer::from_pem_file(directory.join("server.pem")).unwrap();
+    let key = PrivateKeyDer::from_pem_file(directory.join("server.key")).unwrap();
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = rustls::ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
     Arc::new(config.with_no_client_auth().with_single_cert(vec![certificate], key).unwrap())
@@ -260,8 +260,8 @@ fn a_realm_named_by_tls_gets_credentials_by_tls() {
         return;
     }
     // The child process trusts the authority that its parent created.
-    let folder = Path::new(&std::env::var_os("SSL_CERT_FILE").unwrap()).parent().unwrap().to_path_buf();
-    let tls = by_tls(&folder);
+    let directory = Path::new(&std::env::var_os("SSL_CERT_FILE").unwrap()).parent().unwrap().to_path_buf();
+    let tls = by_tls(&directory);
     let registry = Fake::start_at("127.0.0.1:0", Some(Arc::clone(&tls)));
     let tokens = Fake::start_at("127.0.0.1:0", Some(tls));
     let plain = Fake::start();
@@ -273,12 +273,12 @@ fn a_realm_named_by_tls_gets_credentials_by_tls() {
             Some("Bearer t") => reply,
             _ => Reply::of(401, "").with("www-authenticate", format!("Bearer realm=\"{realm}\"")),
         });
-        let (folder, remote) = (tempfile::tempdir().unwrap(), remote(&format!("https://{here}")));
-        let _held = Store::create(&folder.path().join("store")).unwrap();
+        let (directory, remote) = (tempfile::tempdir().unwrap(), remote(&format!("https://{here}")));
+        let _held = Store::create(&directory.path().join("store")).unwrap();
         let pulled = ferry_registry::pull(
             &remote,
-            &folder.path().join("image"),
-            &folder.path().join("store"),
+            &directory.path().join("image"),
+            &directory.path().join("store"),
             &ferry_registry::PullOptions::default(),
             &|_, _| {},
         );
@@ -299,9 +299,9 @@ fn a_realm_named_by_tls_gets_credentials_by_tls() {
             tokens.fault(|_, _| Reply::of(401, "").with("www-authenticate", "Basic realm=\"x\""));
             registry.fault(move |request, _| to_known(request, Reply::of(status, "").with("location", &to)));
             let remote = remote(&format!("https://{here}"));
-            let folder = tempfile::tempdir().unwrap();
-            let error =
-                ferry_registry::pull_metadata(&remote, &folder.path().join("image"), folder.path(), None).unwrap_err();
+            let directory = tempfile::tempdir().unwrap();
+            let error = ferry_registry::pull_metadata(&remote, &directory.path().join("image"), directory.path(), None)
+                .unwrap_err();
             assert!(error.to_string().contains(said), "{error}");
         }
         let asked = tokens.requests();
@@ -422,13 +422,13 @@ fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_sho
     use base64::Engine as _;
     use base64::engine::general_purpose::STANDARD;
     let place = Place::new();
-    let folder = place.at("secrets");
-    std::fs::create_dir(&folder).unwrap();
+    let directory = place.at("secrets");
+    std::fs::create_dir(&directory).unwrap();
     let address = place.fake.address.to_string();
     let know = |password: &str| {
         let auth = STANDARD.encode(format!("me:{password}"));
-        std::fs::write(folder.join(".new"), json!({"auths": {&address: {"auth": auth}}}).to_string()).unwrap();
-        std::fs::rename(folder.join(".new"), folder.join("team.json")).unwrap();
+        std::fs::write(directory.join(".new"), json!({"auths": {&address: {"auth": auth}}}).to_string()).unwrap();
+        std::fs::rename(directory.join(".new"), directory.join("team.json")).unwrap();
     };
     // Each registry has tokens of its own, or none.
     for (status, bearer) in [(401, false), (401, true), (403, true), (403, false), (400, true)] {
@@ -450,7 +450,7 @@ fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_sho
                 _ => Reply::of(401, "").with("www-authenticate", challenge),
             }
         });
-        let options = Options { credentials: Some(folder.clone()), limits: ONCE, ..Options::default() };
+        let options = Options { credentials: Some(directory.clone()), limits: ONCE, ..Options::default() };
         let remote = Remote::open(&format!("oci:{address}/a/b:1").parse().unwrap(), Client::new(options)).unwrap();
         let remote = Arc::new(remote);
         let what = format!("{status}, tokens {bearer}");
@@ -473,7 +473,7 @@ fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_sho
                 }
             }
         }
-        std::fs::remove_file(folder.join("team.json")).unwrap();
+        std::fs::remove_file(directory.join("team.json")).unwrap();
         *expected.lock().unwrap() = "three-password".into();
         let error = look(&remote).expect_err(&what).to_string();
         assert!(error.contains("there are no credentials for") && error.contains("secrets"), "{what}: {error}");
@@ -484,7 +484,7 @@ fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_sho
 #[test]
 fn credential_helpers_are_called() {
     let name = "credential_helpers_are_called";
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let script = "#!/bin/sh\nread server\ncase $1-$server in\n\
         get-127.0.0.1:*) echo '{\"Username\": \"user\", \"Secret\": \"word\"}';;\n\
         *) echo 'credentials not found in native keychain'; exit 1;;\nesac\n";
@@ -495,11 +495,11 @@ fn credential_helpers_are_called() {
         ("docker-credential-odd", "#!/bin/sh\necho secret-text\n"),
         ("docker-credential-token", "#!/bin/sh\necho '{\"Username\": \"<token>\", \"Secret\": \"secret-text\"}'\n"),
     ] {
-        let path = folder.path().join(program);
+        let path = directory.path().join(program);
         std::fs::write(&path, text).unwrap();
         std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     }
-    let path = format!("{}:{}", folder.path().display(), std::env::var("PATH").unwrap());
+    let path = format!("{}:{}", directory.path().display(), std::env::var("PATH").unwrap());
     if !apart_with(name, &[("PATH", OsStr::new(&path))], None) {
         return;
     }

@@ -101,10 +101,10 @@ fn damaged_objects_of_composefs_are_named_and_not_kept() {
         let image = place.built.digest.to_string();
         assert!(said.contains("came damaged, and was not kept") && said.contains(&image), "{said}");
         let mut kept = 0;
-        for folder in fs::read_dir(place.at(&store).join("objects")).unwrap().map(|entry| entry.unwrap().path()) {
-            assert!(folder.is_dir(), "{} was left", folder.display());
-            for file in fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()) {
-                let name = [&folder, &file].map(|path| path.file_name().unwrap().to_str().unwrap()).concat();
+        for directory in fs::read_dir(place.at(&store).join("objects")).unwrap().map(|entry| entry.unwrap().path()) {
+            assert!(directory.is_dir(), "{} was left", directory.display());
+            for file in fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path()) {
+                let name = [&directory, &file].map(|path| path.file_name().unwrap().to_str().unwrap()).concat();
                 assert_eq!(Algorithm::Verity.of(&fs::read(&file).unwrap()).hex(), name);
                 kept += 1;
             }
@@ -438,8 +438,8 @@ fn a_blob_is_sent_again_after_a_server_error() {
         if request.method == "HEAD" && request.path.ends_with(&stumbles) { Reply::of(500, "") } else { reply }
     });
     let store = Store::create(&place.at("store")).unwrap();
-    let (image, folder) = (place.at("image"), place.at("store"));
-    let pushed = ferry_registry::push(&place.fake.remote(), &image, None, &store, &folder, 1, &|_, _| {}).unwrap();
+    let (image, directory) = (place.at("image"), place.at("store"));
+    let pushed = ferry_registry::push(&place.fake.remote(), &image, None, &store, &directory, 1, &|_, _| {}).unwrap();
     let bytes = place.pack().1.len() as u64;
     assert_eq!(pushed.sent_bytes, bytes, "the pack, and nothing else");
 }

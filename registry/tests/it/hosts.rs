@@ -19,14 +19,14 @@ use rustls::{RootCertStore, ServerConfig};
 /// A name that no machine has: all requests go where the file says.
 const REGISTRY: &str = "registry.invalid";
 
-fn remote(folder: &Path) -> Result<Arc<Remote>, Error> {
-    let options = Options { hosts: vec![folder.into()], limits: ONCE, ..Options::default() };
+fn remote(directory: &Path) -> Result<Arc<Remote>, Error> {
+    let options = Options { hosts: vec![directory.into()], limits: ONCE, ..Options::default() };
     Ok(Arc::new(Remote::open(&format!("oci:{REGISTRY}/a/b:1").parse().unwrap(), Client::new(options))?))
 }
 
-fn describe(folder: &Path, text: &str) {
-    fs::create_dir_all(folder.join(REGISTRY)).unwrap();
-    fs::write(folder.join(REGISTRY).join("hosts.toml"), text).unwrap();
+fn describe(directory: &Path, text: &str) {
+    fs::create_dir_all(directory.join(REGISTRY)).unwrap();
+    fs::write(directory.join(REGISTRY).join("hosts.toml"), text).unwrap();
 }
 
 /// Pulls the image that a place has pushed.
@@ -209,7 +209,7 @@ fn authorities_of_a_host_are_trusted_and_others_are_not_unless_all_are() {
 
 /// A server that asks for a certificate by this authority.
 fn asks_for(
-    folder: &Path,
+    directory: &Path,
     authority: &Path,
     versions: &[&'static rustls::SupportedProtocolVersion],
 ) -> Arc<ServerConfig> {
@@ -218,8 +218,8 @@ fn asks_for(
     roots.add(CertificateDer::from_pem_file(authority).unwrap()).unwrap();
     let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider)).build().unwrap();
     let config = ServerConfig::builder_with_provider(provider).with_protocol_versions(versions).unwrap();
-    let certificate = CertificateDer::from_pem_file(folder.join("server.pem")).unwrap();
-    let key = PrivateKeyDer::from_pem_file(folder.join("server.key")).unwrap();
+    let certificate = CertificateDer::from_pem_file(directory.join("server.pem")).unwrap();
+    let key = PrivateKeyDer::from_pem_file(directory.join("server.key")).unwrap();
     Arc::new(config.with_client_cert_verifier(verifier).with_single_cert(vec![certificate], key).unwrap())
 }
 
@@ -233,7 +233,7 @@ fn of_several_certificates_the_one_is_sent_that_the_server_asks_for() {
     }
     made.authority("ours").signed("server", "ours", 3);
     let ca = made.path("ours.pem");
-    let folder = ca.parent().unwrap();
+    let directory = ca.parent().unwrap();
     // One file with both.
     let both = [made.path("of-three.pem"), made.path("of-three.key")].map(|path| fs::read(path).unwrap()).concat();
     fs::write(made.path("both.pem"), both).unwrap();
@@ -250,7 +250,7 @@ fn of_several_certificates_the_one_is_sent_that_the_server_asks_for() {
     let hosts = place.at("certs.d");
     for (number, versions) in [&[&rustls::version::TLS13], &[&rustls::version::TLS12]].into_iter().enumerate() {
         for wanted in ["one", "two", "three"] {
-            let tls = asks_for(folder, &made.path(&format!("{wanted}.pem")), versions);
+            let tls = asks_for(directory, &made.path(&format!("{wanted}.pem")), versions);
             let secret = Fake::start_at("127.0.0.1:0", Some(tls));
             secret.tag("1", &place.fake.tagged("1").unwrap());
             copy_blobs(&place.fake, &secret);

@@ -41,14 +41,14 @@ pub fn layers(format: Format) -> Vec<Layer> {
 
 /// A container image on a server.
 pub struct Place {
-    pub folder: tempfile::TempDir,
+    pub directory: tempfile::TempDir,
     pub fake: Fake,
     pub layers: Vec<Layer>,
 }
 
 impl Place {
     pub fn new(layers: Vec<Layer>) -> Self {
-        let place = Self { folder: tempfile::tempdir().unwrap(), fake: Fake::start(), layers };
+        let place = Self { directory: tempfile::tempdir().unwrap(), fake: Fake::start(), layers };
         place.fake.tag("1", &place.manifest());
         place
     }
@@ -69,7 +69,7 @@ impl Place {
     }
 
     pub fn at(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     /// Opens the image before its files are there.
@@ -390,7 +390,7 @@ fn damaged_layers_are_refused_by_a_whole_pull() {
     });
     let said = place.pull("whole", &PullOptions::default()).unwrap_err().to_string();
     assert!(said.contains("came damaged"), "{said}");
-    let left: Vec<_> = fs::read_dir(place.folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let left: Vec<_> = fs::read_dir(place.directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, ["whole"], "nothing half-made is left");
 }
 

@@ -46,15 +46,15 @@ fn each_byte_is_fetched_once(layout: Layout) {
         let image = Image::open(&place.at(&format!("image-{number}")), Some(place.built.digest)).unwrap();
         Objects::open(&image, &store).unwrap().verify_all().unwrap();
     }
-    let folder = if layout == Layout::Flat { "packs" } else { "objects" };
-    assert_eq!(files(&store.join(folder)), files(&place.at("store").join(folder)), "{layout:?}");
+    let directory = if layout == Layout::Flat { "packs" } else { "objects" };
+    assert_eq!(files(&store.join(directory)), files(&place.at("store").join(directory)), "{layout:?}");
 }
 
 /// Returns the number of files, and their disk usage in bytes, rounded to MiB.
-fn files(folder: &std::path::Path) -> (usize, u64) {
-    let (mut count, mut blocks, mut left) = (0, 0, vec![folder.to_owned()]);
-    while let Some(folder) = left.pop() {
-        for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
+fn files(directory: &std::path::Path) -> (usize, u64) {
+    let (mut count, mut blocks, mut left) = (0, 0, vec![directory.to_owned()]);
+    while let Some(directory) = left.pop() {
+        for entry in fs::read_dir(directory).unwrap().map(Result::unwrap) {
             let found = entry.metadata().unwrap();
             if found.is_dir() {
                 left.push(entry.path());

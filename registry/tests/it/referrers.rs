@@ -84,11 +84,11 @@ fn converted_images_have_no_packs_that_are_mostly_of_other_images() {
         place_of(&[("library", library.clone()), ("other", noise(3, 1_000_000))]),
         place_of(&[("data", data), ("more", noise(4, 1_000_000))]),
     ];
-    let folder = tempfile::tempdir().unwrap();
-    let store = folder.path().join("store");
+    let directory = tempfile::tempdir().unwrap();
+    let store = directory.path().join("store");
     drop(Store::create(&store).unwrap());
     let images = [0, 1, 2].map(|number| {
-        let path = folder.path().join(number.to_string());
+        let path = directory.path().join(number.to_string());
         let done = convert(&places[number].fake.remote(), &path, &store, 2, &|_, _| {}).unwrap();
         let image = Image::open(&path, None).unwrap();
         Objects::open(&image, &store).unwrap().verify_all().unwrap();

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use common::{Answer, Client};
 use ferry_serve::{Server, SessionSlot, Share, ShareOptions};
-use ferry_state::{Folder, Geometry, KeeperConnection, SessionStore};
+use ferry_state::{Directory, Geometry, KeeperConnection, SessionStore};
 use ferry_vfs::*;
 use ferry_wire::fuse::Operation;
 
@@ -66,8 +66,8 @@ impl Migrate for Chain {
 /// A client decides on the order of the records by what it forgets.
 #[test]
 fn a_chain_in_the_worst_order_is_taken_over_at_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let state = Folder::open(&folder.path().join("state")).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let state = Directory::open(&directory.path().join("state")).unwrap();
     let listener = ferry_state::listen(&state).unwrap();
     let (end, _told) = UnixStream::pair().unwrap();
     let keeper = std::thread::spawn(move || ferry_state::keep(&listener, &end.into()).unwrap());

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use common::{Answer, Client};
 use ferry_driver::fuse::append_security_context;
 use ferry_serve::{Acl, Server, SessionSlot, Share, ShareOptions};
-use ferry_state::{Folder, Geometry, KeeperConnection, SessionStore};
+use ferry_state::{Directory, Geometry, KeeperConnection, SessionStore};
 use ferry_vfs::*;
 use ferry_wire::fuse::Operation;
 
@@ -153,8 +153,8 @@ impl Migrate for Tree {
 
 /// What the server answers that is asked again after the one before was killed in the midst of it.
 fn asked_again(tree: &Arc<Tree>, contexts: &[u8], operation: Operation<'_>, meanwhile: impl Fn()) -> Answer {
-    let folder = tempfile::tempdir().unwrap();
-    let state = Folder::open(&folder.path().join("state")).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let state = Directory::open(&directory.path().join("state")).unwrap();
     let listener = ferry_state::listen(&state).unwrap();
     // Nobody tells the keeper to end.
     let (end, _told) = UnixStream::pair().unwrap();

@@ -30,7 +30,7 @@ pub(crate) struct Applied {
 impl Layers {
     /// Whether a layer was unpacked into a snapshot.
     pub(crate) fn is_applied(&self, id: u64) -> Result<bool> {
-        let path = self.folders.applied(id);
+        let path = self.directories.applied(id);
         path.try_exists().doing("inspect", path)
     }
 
@@ -39,7 +39,7 @@ impl Layers {
         if !self.is_applied(id)? {
             return Ok(None);
         }
-        let image = Image::open(&self.folders.applied(id), None)?;
+        let image = Image::open(&self.directories.applied(id), None)?;
         let packs = image.packs().iter().map(|pack| pack.name.hex()).collect();
         let digest = image.digest().to_string();
         Ok(Some(Applied { image: LayerImage { digest, packs }, usage: usage(&image)? }))
@@ -47,7 +47,7 @@ impl Layers {
 
     /// Mounts the layer that was unpacked into a snapshot, unless the snapshot was used otherwise. [`Self::undo`] reverts this.
     pub(crate) fn adopt(&self, id: u64, image: &LayerImage) -> Result<()> {
-        let upper = self.folders.upper(id);
+        let upper = self.directories.upper(id);
         let changed = fs::read_dir(&upper).doing("list", &upper)?.next().is_some();
         if changed || mounted::is_in_use(&upper)? {
             let what = if changed { "has been written to" } else { "is mounted" };
@@ -58,11 +58,11 @@ impl Layers {
         }
         // Remains of a commit with an unknown outcome.
         self.remove_image(id)?;
-        let path = self.folders.image(id);
-        fs::hard_link(self.folders.applied(id), &path).doing("create", path)?;
+        let path = self.directories.image(id);
+        fs::hard_link(self.directories.applied(id), &path).doing("create", path)?;
         // The record says soon that it is there, and the other name goes.
-        let folder = self.folders.snapshot(id);
-        File::open(&folder).and_then(|folder| folder.sync_all()).doing("sync", folder)?;
+        let directory = self.directories.snapshot(id);
+        File::open(&directory).and_then(|directory| directory.sync_all()).doing("sync", directory)?;
         let mounted = self.mount(id, image);
         if mounted.is_err() {
             self.undo(id);
@@ -72,7 +72,7 @@ impl Layers {
 
     /// Removes the layer that was unpacked into a snapshot.
     pub(crate) fn remove_applied(&self, id: u64) -> Result<()> {
-        let path = self.folders.applied(id);
+        let path = self.directories.applied(id);
         match fs::remove_file(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             removed => removed.doing("remove", path),

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use super::api::Descriptor;
 use crate::error::{Error, IoContext, Result};
 
-/// The folder of blobs in containerd's root.
+/// The directory of blobs in containerd's root.
 const BLOBS: &str = "io.containerd.content.v1.content/blobs";
 /// containerd's digest algorithms, with the number of hexadecimal digits.
 const ALGORITHMS: [(&str, usize); 3] = [("sha256", 64), ("sha384", 96), ("sha512", 128)];
@@ -99,7 +99,7 @@ impl Read for Blob {
     }
 }
 
-/// Returns the path of a blob in the folder: its algorithm, and its digits in lower case.
+/// Returns the path of a blob in the directory: its algorithm, and its digits in lower case.
 fn path(digest: &str) -> Option<PathBuf> {
     let (algorithm, digits) = digest.split_once(':')?;
     let (_, count) = ALGORITHMS.iter().find(|(known, _)| *known == algorithm)?;
@@ -148,10 +148,10 @@ mod tests {
 
     #[test]
     fn reading_stops_when_the_client_disconnects() {
-        let mut folder = tempfile::tempfile().unwrap();
-        io::Write::write_all(&mut folder, b"some").unwrap();
+        let mut directory = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut directory, b"some").unwrap();
         let stop = Stop::default();
-        let mut blob = Blob { path: "blob".into(), file: folder.take(4), stop: stop.clone() };
+        let mut blob = Blob { path: "blob".into(), file: directory.take(4), stop: stop.clone() };
         assert!(blob.read(&mut [0; 4]).is_ok());
         drop(stop.when_dropped());
         assert!(blob.read(&mut [0; 4]).is_err());

@@ -70,7 +70,7 @@ impl Snapshotter {
         let upper = Path::new(upper.ok_or_else(foreign)?);
         let id = || upper.parent()?.file_name()?.to_str()?.parse().ok();
         let id: u64 = id().ok_or_else(foreign)?;
-        if upper != self.folders.upper(id) {
+        if upper != self.directories.upper(id) {
             return Err(foreign());
         }
         let mut found = None;
@@ -93,13 +93,13 @@ impl Snapshotter {
 
     fn check_target(&self, key: &str, (record, id): (&Record, u64), mounts: &[Mount]) -> Result<()> {
         if record.id != id {
-            return Err(removed(&self.folders.upper(id)));
+            return Err(removed(&self.directories.upper(id)));
         }
         if record.kind() != Kind::Active {
             return Err(Error::FailedPrecondition(format!("snapshot {key} is not active")));
         }
         self.check_not_applied(key, record)?;
-        let upper = self.folders.upper(id);
+        let upper = self.directories.upper(id);
         let is_empty = fs::read_dir(&upper).doing("list", &upper)?.next().is_none();
         let why = match () {
             () if !self.layers.builds => "layers stay directories here",
@@ -122,7 +122,7 @@ impl Snapshotter {
     }
 
     fn unpack(&self, blob: Blob, record: &Record) -> Result<UnpackReport> {
-        let (layers, upper) = (self.lower(&record.parent, record.on_merged)?, self.folders.upper(record.id));
+        let (layers, upper) = (self.lower(&record.parent, record.on_merged)?, self.directories.upper(record.id));
         let lower = |path: &Path| {
             let of_root = std::slice::from_ref(&upper);
             let found = lower::find(if path.as_os_str().is_empty() { of_root } else { &layers }, path);
@@ -132,7 +132,7 @@ impl Snapshotter {
                 source: std::io::Error::other(error),
             })
         };
-        let disk = rustix::fs::statvfs(self.folders.store()).doing("inspect", self.folders.store())?;
+        let disk = rustix::fs::statvfs(self.directories.store()).doing("inspect", self.directories.store())?;
         let rules = LayerRules {
             // Without a layer below there is nothing to remove.
             whiteouts: if record.parent.is_empty() { Whiteouts::Drop } else { Whiteouts::Overlay },
@@ -143,8 +143,8 @@ impl Snapshotter {
         let _recording = self.layers.recording();
         let _building = lock(&self.layers.building);
         let path = blob.path.clone();
-        let store = Store::create(&self.folders.store())?;
-        let unpacked = unpack_layer(blob, &path, &self.folders.applied(record.id), store, &rules);
+        let store = Store::create(&self.directories.store())?;
+        let unpacked = unpack_layer(blob, &path, &self.directories.applied(record.id), store, &rules);
         unpacked.map_err(|error| match error {
             ferry_image::Error::Input { .. }
             | ferry_image::Error::CannotHold { .. }

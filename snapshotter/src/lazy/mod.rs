@@ -35,8 +35,8 @@ pub use self::labels::{Request, TARGET, includes};
 use self::process::{Job, MountState, Puller};
 use self::pull_credentials::{Credentials, PullCredentials};
 use crate::config::LazyConfig;
+use crate::directories::Directories;
 use crate::error::{Error, IoContext, Result};
-use crate::folders::Folders;
 use crate::keys::Keys;
 use crate::layers::unmount_in;
 use crate::metadata::{RemoteLayers, Usage};
@@ -64,7 +64,7 @@ const NEW_PREFIX: &str = ".new-";
 pub(crate) struct SharedImage {
     pub path: PathBuf,
     pub digest: String,
-    /// Where its data come from, and the folder with its manifest and credentials, if they need not be here.
+    /// Where its data come from, and the directory with its manifest and credentials, if they need not be here.
     pub from: Option<(String, PathBuf)>,
 }
 
@@ -88,7 +88,7 @@ struct About {
 /// The images below one root.
 #[derive(Debug)]
 pub struct Lazy {
-    folders: Folders,
+    directories: Directories,
     config: LazyConfig,
     /// By their references.
     plans: Mutex<BTreeMap<String, Plan>>,
@@ -127,9 +127,9 @@ impl RemoteLayers {
 
 impl Lazy {
     /// Creates the object; mounts and requests nothing.
-    pub fn new(folders: Folders, config: LazyConfig) -> Self {
+    pub fn new(directories: Directories, config: LazyConfig) -> Self {
         let (plans, held, pulling, pulls, waiting, complete, credentials, restarts) = Default::default();
-        Self { folders, config, plans, held, pulling, pulls, waiting, complete, credentials, restarts }
+        Self { directories, config, plans, held, pulling, pulls, waiting, complete, credentials, restarts }
     }
 
     /// Returns the layers that a snapshot represents, if its image starts lazily; mounts the image. `below` is the number of
@@ -199,11 +199,11 @@ impl Lazy {
 
     /// Returns the file of a snapshot's image, which may not be made.
     pub fn image(&self, remote: &RemoteLayers) -> PathBuf {
-        self.folder(&remote.key()).join("image")
+        self.directory(&remote.key()).join("image")
     }
 
     fn is_here(&self, image: &LazyImage) -> bool {
-        self.folder(&key(&image.container, image.covers)).join("image").exists()
+        self.directory(&key(&image.container, image.covers)).join("image").exists()
     }
 
     /// Searches for an image on a thread, which continues after a timeout.
@@ -232,7 +232,7 @@ impl Lazy {
         })
     }
 
-    /// Fetches the metadata of an image, and renames its folder to its key. The process that fetched it mounts it later.
+    /// Fetches the metadata of an image, and renames its directory to its key. The process that fetched it mounts it later.
     fn pull(&self, reference: &str, layers: Option<usize>) -> Result<(LazyImage, Option<Puller>)> {
         let repository = repository_of(reference);
         let options = LazyOptions {
@@ -242,14 +242,14 @@ impl Lazy {
         };
         let _slot = self.pulls.enter(PULLS_MAX);
         let _pulling = read(&self.pulling);
-        let lazy = self.folders.lazy();
+        let lazy = self.directories.lazy();
         let new =
             tempfile::Builder::new().prefix(NEW_PREFIX).tempdir_in(&lazy).doing("create a directory in", &lazy)?;
         fs::create_dir(new.path().join("layer")).doing("create a directory in", new.path())?;
         if let Some(credentials) = self.credentials.get(repository) {
             credentials.write(new.path())?;
         }
-        let mut puller = Puller::start(&self.config, new.path(), &self.folders.store(), reference, options)?;
+        let mut puller = Puller::start(&self.config, new.path(), &self.directories.store(), reference, options)?;
         let image = puller.image()?;
         let about = About {
             digest: image.digest.clone(),
@@ -268,26 +268,26 @@ impl Lazy {
             File::open(path).and_then(|file| file.sync_all()).doing("sync", path)?;
         }
         let key = key(&image.container, image.covers);
-        let folder = self.folder(&key);
-        let is_new = match fs::rename(new.path(), &folder) {
+        let directory = self.directory(&key);
+        let is_new = match fs::rename(new.path(), &directory) {
             // The image of an earlier pull; equal manifests have equal images.
             Err(error) if matches!(error.kind(), ErrorKind::DirectoryNotEmpty | ErrorKind::AlreadyExists) => false,
             renamed => {
-                renamed.doing("create", &folder)?;
+                renamed.doing("create", &directory)?;
                 let _ = new.keep();
                 true
             }
         };
-        File::open(&lazy).and_then(|folder| folder.sync_all()).doing("sync", &lazy)?;
+        File::open(&lazy).and_then(|directory| directory.sync_all()).doing("sync", &lazy)?;
         Ok((image, Some(puller).filter(|_| is_new)))
     }
 
-    fn folder(&self, key: &str) -> PathBuf {
-        self.folders.lazy().join(key)
+    fn directory(&self, key: &str) -> PathBuf {
+        self.directories.lazy().join(key)
     }
 
     fn about(&self, key: &str) -> Result<Option<About>> {
-        let path = self.folder(key).join("about.toml");
+        let path = self.directory(key).join("about.toml");
         let text = match fs::read_to_string(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             text => text.doing("read", &path)?,
@@ -320,7 +320,7 @@ impl Lazy {
         let key = remote.key();
         let about =
             self.about(&key)?.ok_or_else(|| Error::Lazy { image: key.clone(), reason: "it was removed".into() })?;
-        let from = Some((about.from, self.folder(&key)));
+        let from = Some((about.from, self.directory(&key)));
         Ok(SharedImage { path: self.image(remote), digest: about.digest, from })
     }
 
@@ -340,7 +340,7 @@ impl Lazy {
             let _held = self.held.hold(&key);
             match self.about(&key) {
                 Ok(Some(about)) if repository_of(&about.from) == credentials.repository => {
-                    if let Err(error) = credentials.write(&self.folder(&key)) {
+                    if let Err(error) = credentials.write(&self.directory(&key)) {
                         tracing::warn!("the credentials of a pull are not used: {}", told(&error));
                     }
                 }
@@ -353,11 +353,11 @@ impl Lazy {
     /// Mounts an image, unless it is mounted and served; returns the mount point. `puller` is the process that pulled it.
     fn mount(self: &Arc<Self>, key: &str, puller: Option<Puller>) -> Result<PathBuf> {
         let _held = self.held.hold(key);
-        let folder = self.folder(key);
-        let at = folder.join("layer");
+        let directory = self.directory(key);
+        let at = directory.join("layer");
         let about =
             self.about(key)?.ok_or_else(|| Error::Lazy { image: key.into(), reason: "it was removed".into() })?;
-        match process::mounted(&at, &folder.join("process"))? {
+        match process::mounted(&at, &directory.join("process"))? {
             MountState::Fuse => return Ok(at),
             MountState::Erofs if self.is_served(key, &about)? => return Ok(at),
             // The process of a mount on top of it also serves readers of the mount below.
@@ -369,13 +369,13 @@ impl Lazy {
             tracing::warn!("{}: files are fetched in the order of the layers", told(&error));
         }
         let job = Job {
-            image: &folder.join("image"),
+            image: &directory.join("image"),
             digest: &about.digest,
-            store: &self.folders.store(),
+            store: &self.directories.store(),
             from: &about.from,
-            folder: &folder,
+            directory: &directory,
             at: &at,
-            process: &folder.join("process"),
+            process: &directory.join("process"),
         };
         process::mount(&self.config, &job, puller, self.on_end(key))?;
         Ok(at)
@@ -411,8 +411,8 @@ impl Lazy {
         // A starting process may fail.
         let _held = self.held.hold(key);
         let Some(about) = self.about(key)? else { return Ok(false) };
-        let folder = self.folder(key);
-        Ok(match process::mounted(&folder.join("layer"), &folder.join("process"))? {
+        let directory = self.directory(key);
+        Ok(match process::mounted(&directory.join("layer"), &directory.join("process"))? {
             MountState::Nothing | MountState::Fuse => false,
             MountState::Dead => true,
             MountState::Erofs => !self.is_served(key, &about)?,
@@ -440,11 +440,11 @@ impl Lazy {
 
     /// Replaces the layers' list of files to fetch first by a recorded one (`ferry image trace`), if there is one.
     fn list_first(&self, key: &str) -> Result<()> {
-        let recorded = self.folders.traces().join(key.rsplit_once('-').map_or(key, |(manifest, _)| manifest));
+        let recorded = self.directories.traces().join(key.rsplit_once('-').map_or(key, |(manifest, _)| manifest));
         if !recorded.exists() {
             return Ok(());
         }
-        let list = list_beside(&self.folder(key).join("image"));
+        let list = list_beside(&self.directory(key).join("image"));
         match fs::remove_file(&list) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(error).doing("remove", list),
             _ => fs::hard_link(&recorded, &list).doing("create", list),
@@ -453,12 +453,12 @@ impl Lazy {
 
     /// Whether a mounted image is complete, or a process fetches missing data.
     fn is_served(&self, key: &str, about: &About) -> Result<bool> {
-        let folder = self.folder(key);
-        if lock(&self.complete).contains(key) || process::runs(&folder.join("process")) {
+        let directory = self.directory(key);
+        if lock(&self.complete).contains(key) || process::runs(&directory.join("process")) {
             return Ok(true);
         }
-        let image = Image::open(&folder.join("image"), Digest::parse(about.digest.as_bytes()))?;
-        let is_complete = Objects::open(&image, &self.folders.store()).is_ok();
+        let image = Image::open(&directory.join("image"), Digest::parse(about.digest.as_bytes()))?;
+        let is_complete = Objects::open(&image, &self.directories.store()).is_ok();
         if is_complete {
             lock(&self.complete).insert(key.into());
         }
@@ -470,9 +470,9 @@ impl Lazy {
         let lazy = Arc::clone(self);
         let revive = move || {
             for key in lazy.keys().unwrap_or_default() {
-                process::watch(&lazy.folder(&key).join("process"), lazy.on_end(&key));
-                let folder = lazy.folder(&key);
-                let is_mounted = process::mounted(&folder.join("layer"), &folder.join("process"));
+                process::watch(&lazy.directory(&key).join("process"), lazy.on_end(&key));
+                let directory = lazy.directory(&key);
+                let is_mounted = process::mounted(&directory.join("layer"), &directory.join("process"));
                 if is_mounted.is_ok_and(|mounted| mounted != MountState::Nothing)
                     && let Err(error) = lazy.mount(&key, None)
                 {
@@ -487,7 +487,7 @@ impl Lazy {
     }
 
     fn keys(&self) -> Result<BTreeSet<String>> {
-        let lazy = self.folders.lazy();
+        let lazy = self.directories.lazy();
         let entries = fs::read_dir(&lazy).doing("list", &lazy)?;
         entries.map(|entry| Ok(entry.doing("list", &lazy)?.file_name().to_string_lossy().into_owned())).collect()
     }
@@ -500,9 +500,9 @@ impl Lazy {
     pub fn usage(&self, remote: &RemoteLayers) -> Result<Usage> {
         use std::os::unix::fs::MetadataExt;
         let Some(about) = self.about(&remote.key())? else { return Ok(Usage::default()) };
-        let packs = self.folders.store().join("packs");
+        let packs = self.directories.store().join("packs");
         let files = about.packs.iter().flat_map(|pack| ["", ".part"].map(|end| packs.join(format!("{pack}{end}"))));
-        let files = files.chain([self.folder(&remote.key()).join("image")]);
+        let files = files.chain([self.directory(&remote.key()).join("image")]);
         let blocks: u64 = files.filter_map(|file| fs::metadata(file).ok()).map(|found| found.blocks()).sum();
         let number = |count: u64| i64::try_from(count).unwrap_or(i64::MAX);
         Ok(Usage { bytes: number(blocks.saturating_mul(512)), inodes: number(about.inodes) })
@@ -519,11 +519,11 @@ impl Lazy {
 
     fn discard(&self, key: &str) -> Result<()> {
         let _held = self.held.hold(key);
-        let folder = self.folder(key);
-        unmount_in(&folder)?;
+        let directory = self.directory(key);
+        unmount_in(&directory)?;
         lock(&self.complete).remove(key);
         lock(&self.restarts).remove(key);
-        self.folders.discard(&folder)
+        self.directories.discard(&directory)
     }
 
     /// Removes images without a snapshot, unless an image is being pulled. Then calls `call` with whether any was removed, and the names of
@@ -568,7 +568,7 @@ mod tests {
     fn restarts_are_counted_per_image_until_a_stable_run() {
         let root = tempfile::tempdir().unwrap();
         let config = LazyConfig { restarts: 2, ..LazyConfig::default() };
-        let lazy = Lazy::new(Folders::create(root.path()).unwrap(), config);
+        let lazy = Lazy::new(Directories::create(root.path()).unwrap(), config);
         let may = |key: &str| lazy.may_restart(key);
         assert!(may("a") && may("a") && !may("a") && !may("a"));
         assert!(may("b"), "another image");

@@ -106,8 +106,8 @@ pub struct Job<'a> {
     pub store: &'a Path,
     /// The source of missing data.
     pub from: &'a str,
-    /// The folder with the image's manifest and credentials, if they are there.
-    pub folder: &'a Path,
+    /// The directory with the image's manifest and credentials, if they are there.
+    pub directory: &'a Path,
     /// Where it is mounted.
     pub at: &'a Path,
     /// The file that names the process.
@@ -158,16 +158,22 @@ pub struct Puller {
 }
 
 impl Puller {
-    /// Starts a process that creates `folder/image`. The folder may be renamed later.
+    /// Starts a process that creates `directory/image`. The directory may be renamed later.
     ///
     /// # Errors
     ///
     /// It cannot be started.
-    pub fn start(config: &LazyConfig, folder: &Path, store: &Path, from: &str, options: LazyOptions) -> Result<Self> {
+    pub fn start(
+        config: &LazyConfig,
+        directory: &Path,
+        store: &Path,
+        from: &str,
+        options: LazyOptions,
+    ) -> Result<Self> {
         let failed = |reason: String| Error::Lazy { image: from.into(), reason };
         let options = serde_json::to_string(&options).map_err(|error| failed(error.to_string()))?;
         let mut command = command(config, (Path::new("image"), Path::new("layer")), store, from)?;
-        command.args(["--pull", &options]).stdin(Stdio::piped()).stdout(Stdio::piped()).current_dir(folder);
+        command.args(["--pull", &options]).stdin(Stdio::piped()).stdout(Stdio::piped()).current_dir(directory);
         // The descriptor is open when the process executes another program.
         command.env("FERRY_REGISTRY_MANIFEST", "manifest").env(PULL_CREDENTIALS, FILE);
         Ok(Self { child: Some(spawn(&mut command, from)?), from: from.into() })
@@ -241,8 +247,8 @@ pub fn mount(
         Some(puller) => puller.go()?,
         None => {
             let mut command = command(config, (job.image, job.at), job.store, job.from)?;
-            command.args(["--digest", job.digest]).env("FERRY_REGISTRY_MANIFEST", job.folder.join("manifest"));
-            command.env(PULL_CREDENTIALS, job.folder.join(FILE));
+            command.args(["--digest", job.digest]).env("FERRY_REGISTRY_MANIFEST", job.directory.join("manifest"));
+            command.env(PULL_CREDENTIALS, job.directory.join(FILE));
             spawn(&mut command, job.from)?
         }
     };
@@ -376,8 +382,8 @@ mod tests {
 
     #[test]
     fn a_process_is_identified_by_its_id_and_start_time() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("process");
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("process");
         assert!(!runs(&file));
         let own = std::process::id();
         for (text, expected) in [
@@ -397,10 +403,11 @@ mod tests {
 
     #[test]
     fn a_process_that_fails_is_an_error() {
-        let folder = tempfile::tempdir().unwrap();
-        let at = folder.path();
+        let directory = tempfile::tempdir().unwrap();
+        let at = directory.path();
         let (image, process) = (at.join("image"), at.join("process"));
-        let job = Job { image: &image, digest: "d", store: at, from: "oci:h/a:1", folder: at, at, process: &process };
+        let job =
+            Job { image: &image, digest: "d", store: at, from: "oci:h/a:1", directory: at, at, process: &process };
         for (program, expected) in [("/nowhere/ferry", "cannot start /nowhere/ferry"), ("/bin/false", "ended with")] {
             let config = LazyConfig { program: Some(program.into()), ..LazyConfig::default() };
             let error = mount(&config, &job, None, || panic!("it was not mounted")).unwrap_err().to_string();
@@ -412,13 +419,13 @@ mod tests {
     /// As on a full disk: the process could not be found later.
     #[test]
     fn a_process_that_cannot_be_recorded_is_ended() {
-        let folder = tempfile::tempdir().unwrap();
-        let at = folder.path();
+        let directory = tempfile::tempdir().unwrap();
+        let at = directory.path();
         let (program, own) = (at.join("program"), at.join("own"));
         fs::write(&program, format!("#!/bin/sh\necho $$ >{}; exec sleep 600\n", own.display())).unwrap();
         fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        let process = at.join("no/such/folder");
-        let job = Job { image: at, digest: "d", store: at, from: "oci:h/a:1", folder: at, at, process: &process };
+        let process = at.join("no/such/directory");
+        let job = Job { image: at, digest: "d", store: at, from: "oci:h/a:1", directory: at, at, process: &process };
         let config = LazyConfig { program: Some(program), ..LazyConfig::default() };
         mount(&config, &job, None, || panic!("it was not mounted")).unwrap_err();
         // It may have been killed before it wrote its id.

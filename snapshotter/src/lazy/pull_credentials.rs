@@ -58,8 +58,8 @@ impl Credentials {
     /// # Errors
     ///
     /// It cannot be written.
-    pub fn write(&self, folder: &Path) -> Result<()> {
-        let (file, new) = (folder.join(FILE), folder.join(".credentials.json"));
+    pub fn write(&self, directory: &Path) -> Result<()> {
+        let (file, new) = (directory.join(FILE), directory.join(".credentials.json"));
         let text = serde_json::json!({"auths": {&self.repository: {"auth": self.basic}}}).to_string();
         let mut options = OpenOptions::new();
         let created = options.write(true).create(true).truncate(true).mode(0o600).open(&new);
@@ -148,16 +148,16 @@ mod tests {
 
     #[test]
     fn the_file_is_for_root_and_the_log_has_no_secrets() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let credentials = Credentials::of(&pull("h.io/a:1", ["me", "x", "", ""])).unwrap();
         assert!(!format!("{credentials:?}").contains("bWU6eA"));
         for _ in 0..2 {
-            credentials.write(folder.path()).unwrap();
-            let file = folder.path().join(FILE);
+            credentials.write(directory.path()).unwrap();
+            let file = directory.path().join(FILE);
             assert_eq!(fs::read_to_string(&file).unwrap(), r#"{"auths":{"h.io/a":{"auth":"bWU6eA=="}}}"#);
             assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600);
         }
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
     }
 
     proptest! {

@@ -102,7 +102,7 @@ fn times_decide_nothing() {
         }
         date_files(&root, seconds);
         client.cleanup().unwrap();
-        let left = ["snapshots", "trash"].map(|folder| fs::read_dir(root.join(folder)).unwrap().count());
+        let left = ["snapshots", "trash"].map(|directory| fs::read_dir(root.join(directory)).unwrap().count());
         assert_eq!((left, packs(&server)), ([0; 2], 0));
     }
 }

@@ -32,23 +32,23 @@ pub fn plugin(socket: &Path) -> String {
     )
 }
 
-/// A running containerd, with all its files in a folder.
+/// A running containerd, with all its files in a directory.
 pub struct Containerd {
     command: Command,
     child: Child,
     programs: PathBuf,
-    folder: PathBuf,
+    directory: PathBuf,
 }
 
 impl Containerd {
-    pub fn start(programs: PathBuf, folder: &Path, snapshotter: &Path) -> Self {
-        Self::start_with(programs, folder, WITHOUT_PODS, &plugin(snapshotter), "")
+    pub fn start(programs: PathBuf, directory: &Path, snapshotter: &Path) -> Self {
+        Self::start_with(programs, directory, WITHOUT_PODS, &plugin(snapshotter), "")
     }
 
     /// The same, with lines for the file's head, with tables, and with the differ of the transfer service.
-    pub fn start_with(programs: PathBuf, folder: &Path, head: &str, tables: &str, differ: &str) -> Self {
-        let config = folder.join("containerd.toml");
-        let at = |name: &str| folder.join(name).display().to_string();
+    pub fn start_with(programs: PathBuf, directory: &Path, head: &str, tables: &str, differ: &str) -> Self {
+        let config = directory.join("containerd.toml");
+        let at = |name: &str| directory.join(name).display().to_string();
         let text = format!(
             "version = 3\nroot = {:?}\nstate = {:?}\n{head}\n\
              [grpc]\naddress = {:?}\n[ttrpc]\naddress = {:?}\n{tables}\
@@ -59,7 +59,7 @@ impl Containerd {
             at("c.ttrpc"),
         );
         fs::write(&config, text).expect("it can be written");
-        let log = fs::File::create(folder.join("containerd.log")).expect("it can be made");
+        let log = fs::File::create(directory.join("containerd.log")).expect("it can be made");
         let path = format!("{}:{}", programs.display(), std::env::var("PATH").unwrap_or_default());
         let mut command = Command::new(programs.join("containerd"));
         command.env("PATH", path);
@@ -71,7 +71,7 @@ impl Containerd {
             .stdout(Stdio::null())
             .stderr(log);
         let child = command.spawn().expect("containerd can be started");
-        let containerd = Self { command, child, programs, folder: folder.into() };
+        let containerd = Self { command, child, programs, directory: directory.into() };
         containerd.wait();
         containerd
     }
@@ -97,12 +97,13 @@ impl Containerd {
     }
 
     pub fn log(&self) -> String {
-        fs::read_to_string(self.folder.join("containerd.log")).unwrap_or_default()
+        fs::read_to_string(self.directory.join("containerd.log")).unwrap_or_default()
     }
 
     pub fn try_ctr(&self, args: &[&str]) -> (bool, String) {
         let mut command = Command::new(self.programs.join("ctr"));
-        let output = command.arg("--address").arg(self.folder.join("c.sock")).args(args).output().expect("ctr starts");
+        let output =
+            command.arg("--address").arg(self.directory.join("c.sock")).args(args).output().expect("ctr starts");
         let said = [output.stdout, output.stderr].concat();
         (output.status.success(), String::from_utf8_lossy(&said).into_owned())
     }
@@ -128,10 +129,10 @@ impl Drop for Containerd {
 }
 
 /// Makes an archive of an image of three layers, with whiteouts and an opaque directory; and what a container of it sees.
-fn image(umoci: &Path, folder: &Path) -> PathBuf {
-    let at = |name: &str| folder.join(name);
+fn image(umoci: &Path, directory: &Path) -> PathBuf {
+    let at = |name: &str| directory.join(name);
     let run = |args: &[&str]| {
-        let output = Command::new(umoci).args(args).current_dir(folder).output().expect("umoci starts");
+        let output = Command::new(umoci).args(args).current_dir(directory).output().expect("umoci starts");
         assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     };
     let long = "more than an inode of an image holds, so that it is in a pack ".repeat(100);
@@ -159,7 +160,7 @@ fn image(umoci: &Path, folder: &Path) -> PathBuf {
     run(&["insert", "--image", "bundle:latest", "--opaque", "two", "/opaque"]);
     run(&["insert", "--image", "bundle:latest", "--whiteout", "/etc/gone"]);
     run(&["unpack", "--image", "bundle:latest", "unpacked"]);
-    let tar = Command::new("tar").args(["-C", "bundle", "-cf", "image.tar", "."]).current_dir(folder).status();
+    let tar = Command::new("tar").args(["-C", "bundle", "-cf", "image.tar", "."]).current_dir(directory).status();
     assert!(tar.expect("there is tar").success());
     at("image.tar")
 }
@@ -184,9 +185,9 @@ fn import_mount_and_remove(images: &'static str) {
     let (programs, umoci) = (cache.containerd().expect("it can be fetched"), cache.umoci().expect("it can be fetched"));
     let mut server = Server::start(images);
     drop(server.client());
-    let folder = server.folder.path().to_owned();
-    let archive = image(&umoci, &folder);
-    let containerd = Containerd::start(programs, &folder, &server.socket());
+    let directory = server.directory.path().to_owned();
+    let archive = image(&umoci, &directory);
+    let containerd = Containerd::start(programs, &directory, &server.socket());
     let import = [
         "images",
         "import",
@@ -202,7 +203,7 @@ fn import_mount_and_remove(images: &'static str) {
     let usage = containerd.ctr(&["snapshots", "--snapshotter", "ferry", "usage"]);
     assert!(usage.contains("KiB"), "{usage}");
 
-    let at = folder.join("at");
+    let at = directory.join("at");
     fs::create_dir(&at).expect("it can be made");
     let at = at.to_str().expect("it is text");
     // The program may be killed at any time.
@@ -211,7 +212,7 @@ fn import_mount_and_remove(images: &'static str) {
     for flag in [None, Some("--rw")] {
         let words = ["images", "mount", "--snapshotter", "ferry"].into_iter().chain(flag).chain([IMAGE, at]);
         containerd.ctr(&words.collect::<Vec<_>>());
-        assert_eq!(look(Path::new(at)), look(&folder.join("unpacked/rootfs")), "{flag:?}, images {images}");
+        assert_eq!(look(Path::new(at)), look(&directory.join("unpacked/rootfs")), "{flag:?}, images {images}");
         if flag.is_some() {
             fs::write(Path::new(at).join("etc/new"), "written").expect("it can be written to");
             fs::remove_file(Path::new(at).join("etc/kept")).expect("it can be removed");
@@ -261,11 +262,11 @@ fn containers_run_and_do_not_notice_restarts() {
     for images in ["never", "auto"] {
         let mut server = Server::start(images);
         drop(server.client());
-        let folder = server.folder.path().to_owned();
-        fs::create_dir_all(folder.join("two/bin")).expect("it can be made");
-        fs::copy(&busybox, folder.join("two/bin/busybox")).expect("it can be copied");
-        let archive = image(&umoci, &folder);
-        let containerd = Containerd::start(programs.clone(), &folder, &server.socket());
+        let directory = server.directory.path().to_owned();
+        fs::create_dir_all(directory.join("two/bin")).expect("it can be made");
+        fs::copy(&busybox, directory.join("two/bin/busybox")).expect("it can be copied");
+        let archive = image(&umoci, &directory);
+        let containerd = Containerd::start(programs.clone(), &directory, &server.socket());
         let archive = archive.to_str().expect("it is text");
         containerd.ctr(&[
             "images",
@@ -318,14 +319,14 @@ fn containers_run_and_do_not_notice_restarts() {
     }
 }
 
-/// Builds a program from a folder of `tests/clients` into the cache. Skips the test without Go.
-pub fn built_by_go(folder: &str, words: &[&str], package: &str, name: &str) -> Option<PathBuf> {
+/// Builds a program from a directory of `tests/clients` into the cache. Skips the test without Go.
+pub fn built_by_go(directory: &str, words: &[&str], package: &str, name: &str) -> Option<PathBuf> {
     if Command::new("go").arg("version").stdout(Stdio::null()).status().is_err() {
         ferry_skip::skip!("no Go here: apt-get install golang-go");
         return None;
     }
     let program = Cache::from_env().expect("there is a cache").path().join(name);
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients").join(folder);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients").join(directory);
     let built = Command::new("go").args(words).arg("-o").arg(&program).arg(package).current_dir(source).output();
     let built = built.expect("Go starts");
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));

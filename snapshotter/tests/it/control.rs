@@ -103,8 +103,8 @@ fn the_manual_page_and_the_completions_are_printed() {
     if !std::path::Path::new("/usr/bin/mandoc").exists() {
         return ferry_skip::skip!("no mandoc: apt-get install mandoc");
     }
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("ferry-snapshotter.8");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("ferry-snapshotter.8");
     std::fs::write(&file, page).unwrap();
     let output = Command::new("mandoc").args(["-T", "lint", "-W", "warning"]).arg(&file).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);

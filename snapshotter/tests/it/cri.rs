@@ -60,8 +60,8 @@ impl Node {
             let more = more + "image-service = \"c.sock\"\n";
             fs::write(root.with_file_name("more.toml"), more).expect("it can be written");
         });
-        let folder = server.folder.path().to_owned();
-        let registry = registry(&folder.join("registry"), user.is_some())?;
+        let directory = server.directory.path().to_owned();
+        let registry = registry(&directory.join("registry"), user.is_some())?;
         let words: Vec<_> = ["--preserve-digests"]
             .into_iter()
             .chain(user.into_iter().flat_map(|user| ["--dest-creds", user]))
@@ -73,18 +73,18 @@ impl Node {
                 "many" => many(&busybox),
                 _ => layers(&busybox, 1, 0),
             };
-            let bundle = folder.join("bundles").join(name);
+            let bundle = directory.join("bundles").join(name);
             lay_out(&bundle, &layers);
             push(&skopeo, &bundle, &format!("{}/os/{name}:1", registry.address), &words);
         }
         for plugin in ["loopback", "address"] {
-            let plugin = folder.join("cni/bin").join(plugin);
-            fs::create_dir_all(folder.join("cni/bin")).expect("it can be made");
+            let plugin = directory.join("cni/bin").join(plugin);
+            fs::create_dir_all(directory.join("cni/bin")).expect("it can be made");
             fs::write(&plugin, NETWORK).expect("it can be written");
             fs::set_permissions(&plugin, fs::Permissions::from_mode(0o755)).expect("it is ours");
         }
         let network = json!({"cniVersion": "1.0.0", "name": "address", "plugins": [{"type": "address"}]});
-        fs::write(folder.join("cni/1.conflist"), network.to_string()).expect("it can be written");
+        fs::write(directory.join("cni/1.conflist"), network.to_string()).expect("it can be written");
         let file = block("# /etc/containerd/config.toml, for Kubernetes").join("\n");
         let file = file.replace("/run/ferry-snapshotter/snapshotter.sock", &server.socket().display().to_string());
         let file = file.replace("/var/lib/ferry-snapshotter", &server.root().display().to_string());
@@ -99,14 +99,14 @@ impl Node {
              [plugins.\"io.containerd.grpc.v1.cri\"]\ndisable_tcp_service = true\n",
             file.replace(without, "#"),
             proxy.address,
-            folder.join("cni/bin"),
-            folder.join("cni"),
+            directory.join("cni/bin"),
+            directory.join("cni"),
             cache.crun().expect("it can be fetched"),
         );
         let programs = cache.containerd().expect("it can be fetched");
         let head = "disabled_plugins = [\"io.containerd.nri.v1.nri\"]";
-        let containerd = Containerd::start_with(programs, &folder, head, &lines, "");
-        let images = if user.is_some() { server.socket() } else { folder.join("c.sock") };
+        let containerd = Containerd::start_with(programs, &directory, head, &lines, "");
+        let images = if user.is_some() { server.socket() } else { directory.join("c.sock") };
         let node = Self { crictl: crictl.into(), images, containerd, server, proxy, registry };
         node.wait();
         Some(node)
@@ -122,8 +122,8 @@ impl Node {
         self.wait();
     }
 
-    fn folder(&self) -> &Path {
-        self.server.folder.path()
+    fn directory(&self) -> &Path {
+        self.server.directory.path()
     }
 
     fn image(&self, name: &str) -> String {
@@ -132,10 +132,10 @@ impl Node {
 
     fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(&self.crictl);
-        let socket = format!("unix://{}", self.folder().join("c.sock").display());
+        let socket = format!("unix://{}", self.directory().join("c.sock").display());
         let images = format!("unix://{}", self.images.display());
         command.args(["--runtime-endpoint", &socket, "--image-endpoint", &images, "--timeout", TIMEOUT]).args(words);
-        command.env("HOME", self.folder());
+        command.env("HOME", self.directory());
         command
     }
 
@@ -170,7 +170,7 @@ impl Node {
     }
 
     fn file(&self, name: &str, content: &Value) -> String {
-        let path = self.folder().join(name);
+        let path = self.directory().join(name);
         fs::write(&path, content.to_string()).expect("it can be written");
         path.display().to_string()
     }
@@ -184,7 +184,7 @@ impl Node {
             json!({"network": 2})
         };
         let config = json!({"metadata": {"name": name, "namespace": "tests", "uid": name, "attempt": 0},
-            "log_directory": self.folder().join("logs"), "linux": {"security_context": {"namespace_options": options}}});
+            "log_directory": self.directory().join("logs"), "linux": {"security_context": {"namespace_options": options}}});
         let config = self.file(&format!("{name}.pod"), &config);
         // kubelet tries again, too: containerd waits three seconds for a snapshotter, which a loaded machine may take.
         let mut id = String::new();
@@ -221,9 +221,9 @@ impl Node {
         }
         let mut client = wait_until_empty(&self.containerd, &mut self.server);
         let root = self.server.root();
-        let left = |folder: &str| {
+        let left = |directory: &str| {
             let files =
-                fs::read_dir(root.join(folder)).expect("it can be listed").flatten().map(|file| file.file_name());
+                fs::read_dir(root.join(directory)).expect("it can be listed").flatten().map(|file| file.file_name());
             files.filter(|name| name != "table").count()
         };
         // What a process has open that ends just now is removed the next time.
@@ -361,12 +361,12 @@ fn private_images_start_lazily_by_the_secret_of_a_pod() {
     assert!(!node.try_cri(&["pull", &image]).0 && !node.try_cri(&["pull", "--creds", "me:wrong", &image]).0);
     node.cri(&["pull", "--creds", USER, &image]);
     let lazy = || fs::read_dir(node.server.root().join("lazy")).expect("it can be listed").flatten();
-    let [folder] = &lazy().map(|image| image.path()).collect::<Vec<_>>()[..] else { panic!("it starts lazily") };
+    let [directory] = &lazy().map(|image| image.path()).collect::<Vec<_>>()[..] else { panic!("it starts lazily") };
     let pod = node.run("private", "runc", false);
     let container = node.start_container(&pod, "one", &image);
     node.has(&container, "/first", &noise(2, 50_000));
     node.server.kill();
-    let process = fs::read_to_string(folder.join("process")).expect("it is served");
+    let process = fs::read_to_string(directory.join("process")).expect("it is served");
     let process = process.split(' ').next().and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw);
     kill_process(process.expect("it is a number"), Signal::KILL).expect("it runs");
     drop(node.server.start_again());

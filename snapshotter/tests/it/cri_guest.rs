@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use ferry_tests::disks::tool;
-use ferry_tests::{Cache, Kind, Options, Place, Share, folder, guest_on, run};
+use ferry_tests::{Cache, Kind, Options, Place, Share, directory, guest_on, run};
 
 use crate::cri::{CRICTL, crictl};
 use crate::lazy_place::ferry;
@@ -34,7 +34,7 @@ fn pods_run_in_a_guest() {
     ferry();
     let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
-    let programs = Share::of(Path::new("/"), folder(Place::Disk), dir, options);
+    let programs = Share::of(Path::new("/"), directory(Place::Disk), dir, options);
     let disk = programs.socket.with_extension("disk");
     File::create(&disk).unwrap().set_len(DISK_BYTES).unwrap();
     let made = Command::new(tool("mkfs.ext4")).arg("-q").arg(&disk).status();

@@ -35,9 +35,9 @@ pub fn start(images: &'static str, containerd_root: &str) -> Option<Server> {
 pub fn start_with(images: &'static str, containerd_root: &str, prepare: impl FnOnce(&Path)) -> Option<Server> {
     can_mount().then(|| {
         let mut server = Server::start_with(images, |root| {
-            let folder = root.parent().expect("it is in a folder");
-            fs::create_dir_all(folder.join("c-root").join(BLOBS)).expect("it can be made");
-            fs::write(folder.join("more.toml"), format!("containerd-root = {containerd_root:?}\n"))
+            let directory = root.parent().expect("it is in a directory");
+            fs::create_dir_all(directory.join("c-root").join(BLOBS)).expect("it can be made");
+            fs::write(directory.join("more.toml"), format!("containerd-root = {containerd_root:?}\n"))
                 .expect("it can be written");
             prepare(root);
         });
@@ -46,13 +46,13 @@ pub fn start_with(images: &'static str, containerd_root: &str, prepare: impl FnO
     })
 }
 
-/// Makes an archive of names in a folder, as GNU tar with these options does.
-pub fn archive(folder: &Path, options: &[&str], names: &[&str]) -> Vec<u8> {
+/// Makes an archive of names in a directory, as GNU tar with these options does.
+pub fn archive(directory: &Path, options: &[&str], names: &[&str]) -> Vec<u8> {
     let mut tar = Command::new("tar");
     tar.args(["--sort=name", "--no-recursion", "--format=pax", "--xattrs", "--xattrs-include=*"])
         .args(options)
         .arg("-C")
-        .arg(folder)
+        .arg(directory)
         .arg("-cf-");
     let output = tar.args(names).output().expect("there is tar");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -70,9 +70,9 @@ pub fn layer(plain: Vec<u8>, blob: Vec<u8>, media_type: &'static str) -> Layer {
 }
 
 /// Layers of every kind of member: the second changes the first, and the third has names in directories that it does not describe.
-pub fn layers(folder: &Path) -> Vec<Layer> {
+pub fn layers(directory: &Path) -> Vec<Layer> {
     let long = "more than an inode of an image holds, so that it is in a pack ".repeat(2000);
-    let at = |name: &str| folder.join(name);
+    let at = |name: &str| directory.join(name);
     let base = [
         Dir("etc", 0o750),
         File("etc/kept", &long, 0o4755),
@@ -151,7 +151,7 @@ pub fn layers(folder: &Path) -> Vec<Layer> {
 /// The call that unpacks a layer, whose blob is in the content store then.
 pub fn request(server: &Server, layer: &Layer, mounts: &[Mount]) -> ApplyRequest {
     let digest = sha256(&layer.blob);
-    let blobs = server.folder.path().join("c-root").join(BLOBS);
+    let blobs = server.directory.path().join("c-root").join(BLOBS);
     let blob = blobs.join(digest.strip_prefix("sha256:").unwrap());
     if !blob.exists() {
         fs::write(blob, &layer.blob).unwrap();
@@ -182,7 +182,7 @@ fn unpack(server: &Server, client: &mut Client, layers: &[Layer]) {
 
 /// What is in the directories of active snapshots beside overlayfs's, and in the store.
 pub fn left(server: &Server) -> Vec<String> {
-    let list = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let list = |directory: &Path| fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
     let ids = list(&server.root().join("snapshots"));
     let files = ids.flat_map(|id| list(&id).collect::<Vec<_>>()).chain(list(&server.root().join("store/packs")));
     let known = |name: &str| !["fs", "work", "table"].contains(&name);
@@ -193,8 +193,8 @@ pub fn left(server: &Server) -> Vec<String> {
 fn layers_become_images_without_a_directory() {
     let Some(mut server) = start("require", "c-root") else { return };
     let mut client = server.client();
-    let folder = tempfile::tempdir().unwrap();
-    let layers = layers(folder.path());
+    let directory = tempfile::tempdir().unwrap();
+    let layers = layers(directory.path());
     unpack(&server, &mut client, &layers);
     let mounted = Mounted::of(&client.view("view", "layer-2").unwrap());
     let found = look(mounted.path());
@@ -253,9 +253,9 @@ fn an_unpacked_layer_is_committed_or_removed_and_nothing_else() {
     let Some(mut server) = start("require", "c-root") else { return };
     let mut client = server.client();
     let plain = {
-        let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("file"), noise(1, 300_000)).unwrap();
-        archive(folder.path(), &[], &["file"])
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("file"), noise(1, 300_000)).unwrap();
+        archive(directory.path(), &[], &["file"])
     };
     let layer = layer(plain.clone(), gzip(&plain), GZIP);
     let mounts = client.prepare("a", "").unwrap();
@@ -298,11 +298,11 @@ fn an_unpacked_layer_is_committed_or_removed_and_nothing_else() {
 fn only_layers_for_empty_snapshots_are_unpacked() {
     let Some(mut server) = start("require", "c-root") else { return };
     let mut client = server.client();
-    let folder = tempfile::tempdir().unwrap();
-    let file = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str| directory.path().join(name);
     fs::write(file("file"), noise(2, 200_000)).unwrap();
     fs::File::create(file("holes")).unwrap().set_len(8 << 40).unwrap();
-    let plain = archive(folder.path(), &[], &["file"]);
+    let plain = archive(directory.path(), &[], &["file"]);
     let packed = gzip(&plain);
     let mut damaged = packed.clone();
     let middle = damaged.len() / 2;
@@ -320,12 +320,16 @@ fn only_layers_for_empty_snapshots_are_unpacked() {
         ("damaged gzip", layer(Vec::new(), damaged, GZIP), Code::Internal),
         (
             "a name with ..",
-            of(&archive(folder.path(), &["-P", "--transform=s,file,../../file,"], &["file"])),
+            of(&archive(directory.path(), &["-P", "--transform=s,file,../../file,"], &["file"])),
             Code::Unimplemented,
         ),
         ("an archive that ends early", of(&plain[..plain.len() / 2]), Code::Unimplemented),
         ("no archive", of(&noise(3, 4096)), Code::Unimplemented),
-        ("a file larger than the disk", of(&archive(folder.path(), &["-S"], &["file", "holes"])), Code::Unimplemented),
+        (
+            "a file larger than the disk",
+            of(&archive(directory.path(), &["-S"], &["file", "holes"])),
+            Code::Unimplemented,
+        ),
     ] {
         let status = send(&mut client, request(&server, &layer, &mounts)).unwrap_err();
         assert_eq!(status.code(), code, "{what}: {status}");
@@ -370,9 +374,9 @@ fn only_layers_for_empty_snapshots_are_unpacked() {
 fn a_layer_of_a_snapshot_that_is_gone_is_left_to_nobody() {
     let Some(mut server) = start("require", "c-root") else { return };
     let mut client = server.client();
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("file"), noise(5, 5000)).unwrap();
-    let plain = archive(folder.path(), &[], &["file"]);
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("file"), noise(5, 5000)).unwrap();
+    let plain = archive(directory.path(), &[], &["file"]);
     let layer = layer(plain.clone(), gzip(&plain), GZIP);
     let mounts = client.prepare("a", "").unwrap();
     client.remove("a").unwrap();
@@ -393,12 +397,12 @@ fn a_layer_of_a_snapshot_that_is_gone_is_left_to_nobody() {
 
 /// A layer that takes longer than a call is waited for.
 fn large() -> Layer {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let names: Vec<String> = (0..64).map(|number| format!("file-{number}")).collect();
     for (seed, name) in (10..).zip(&names) {
-        fs::write(folder.path().join(name), noise(seed, 1 << 20)).unwrap();
+        fs::write(directory.path().join(name), noise(seed, 1 << 20)).unwrap();
     }
-    let plain = archive(folder.path(), &[], &names.iter().map(String::as_str).collect::<Vec<_>>());
+    let plain = archive(directory.path(), &[], &names.iter().map(String::as_str).collect::<Vec<_>>());
     layer(plain.clone(), gzip(&plain), GZIP)
 }
 
@@ -471,8 +475,8 @@ fn layers_are_unpacked_at_the_same_time_while_garbage_is_collected() {
 fn where_layers_stay_directories_another_differ_unpacks_them() {
     let Some(mut server) = start("never", "c-root") else { return };
     let mut client = server.client();
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let mounts = client.prepare("a", "").unwrap();
-    let call = request(&server, &layers(folder.path())[0], &mounts);
+    let call = request(&server, &layers(directory.path())[0], &mounts);
     assert_eq!(send(&mut client, call).unwrap_err().code(), Code::Unimplemented);
 }

@@ -129,9 +129,9 @@ fn containerd_unpacks_the_same_by_the_diff_service() {
 
 /// Imports an image, and returns its snapshots with what they take, and its tree.
 fn unpack(programs: &Path, server: &mut Server, way: &Way, layers: &[Layer]) -> Seen {
-    let folder = server.folder.path().to_owned();
-    lay_out(&folder.join("bundle"), layers);
-    let tar = Command::new("tar").args(["-C", "bundle", "-cf", "image.tar", "."]).current_dir(&folder).status();
+    let directory = server.directory.path().to_owned();
+    lay_out(&directory.join("bundle"), layers);
+    let tar = Command::new("tar").args(["-C", "bundle", "-cf", "image.tar", "."]).current_dir(&directory).status();
     assert!(tar.expect("there is tar").success());
     let lines = format!(
         "[proxy_plugins.ferry-diff]\ntype = \"diff\"\naddress = {:?}\n\
@@ -141,12 +141,12 @@ fn unpack(programs: &Path, server: &mut Server, way: &Way, layers: &[Layer]) -> 
     );
     let containerd = Containerd::start_with(
         programs.into(),
-        &folder,
+        &directory,
         WITHOUT_PODS,
         &(plugin(&server.socket()) + &lines),
         way.transfer,
     );
-    let archive = folder.join("image.tar");
+    let archive = directory.join("image.tar");
     let import = ["images", "import", "--snapshotter", "ferry", "--base-name", "ferry.test/image"];
     let words = [&import[..], way.flags, &[archive.to_str().expect("it is text")]].concat();
     containerd.ctr(&words);
@@ -159,7 +159,7 @@ fn unpack(programs: &Path, server: &mut Server, way: &Way, layers: &[Layer]) -> 
     let unpacked: u64 =
         applied.map(|apply| apply.requests - apply.errors.iter().map(|error| error.requests).sum::<u64>()).sum();
     assert_eq!(unpacked, if way.is_ours { 3 } else { 0 }, "{}", way.name);
-    let at = folder.join("at");
+    let at = directory.join("at");
     fs::create_dir(&at).expect("it can be made");
     let at = at.to_str().expect("it is text");
     containerd.ctr(&["images", "mount", "--snapshotter", "ferry", IMAGE, at]);

@@ -68,8 +68,8 @@ fn remove(server: &Server, client: &mut Client, name: &str) {
     client.remove(name).unwrap();
     client.cleanup().unwrap();
     assert_eq!(left(server), [""; 0]);
-    for folder in ["snapshots", "trash"] {
-        assert_eq!(fs::read_dir(server.root().join(folder)).unwrap().count(), 0, "{folder}");
+    for directory in ["snapshots", "trash"] {
+        assert_eq!(fs::read_dir(server.root().join(directory)).unwrap().count(), 0, "{directory}");
     }
 }
 
@@ -170,9 +170,9 @@ fn a_layer_that_stayed_a_directory_becomes_an_image_when_there_is_room() {
 fn a_layer_that_did_not_fit_is_unpacked_when_there_is_room() {
     let Some(mut server) = server() else { return };
     let (mut client, bytes) = (server.client(), noise(4, BYTES));
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("file"), &bytes).unwrap();
-    let plain = archive(folder.path(), &[], &["file"]);
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("file"), &bytes).unwrap();
+    let plain = archive(directory.path(), &[], &["file"]);
     let layer = layer(plain.clone(), gzip(&plain), GZIP);
     let mut failures = 0;
     for room in ROOMS {
@@ -249,9 +249,9 @@ fn a_wide_directory_is_removed_from_a_full_disk() {
     let mut client = server.client();
     let mounts = client.prepare("key", "").unwrap();
     for number in 0..1000 {
-        let folder = Path::new(&mounts[0].source).join(number.to_string());
-        fs::create_dir(&folder).unwrap();
-        fs::write(folder.join("file"), "some").unwrap();
+        let directory = Path::new(&mounts[0].source).join(number.to_string());
+        fs::create_dir(&directory).unwrap();
+        fs::write(directory.join("file"), "some").unwrap();
     }
     let _filler = Filler::leaving(&server.root(), 0);
     remove(&server, &mut client, "key");

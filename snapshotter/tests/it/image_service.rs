@@ -85,7 +85,7 @@ fn calls_of_images_go_on_to_containerd() {
         std::fs::write(root.with_file_name("more.toml"), "[lazy]\nimage-service = \"c.sock\"\n").unwrap();
     });
     let mut client = server.client();
-    let socket = server.folder.path().join("c.sock");
+    let socket = server.directory.path().join("c.sock");
     let refused = pull(&mut client, "h/a:1", "word").unwrap_err();
     assert!(refused.code() == Code::Unavailable && refused.message().contains("c.sock"), "{refused}");
     let calls = containerd(&socket);
@@ -114,8 +114,8 @@ fn images_use_the_credentials_of_the_last_pull_that_succeeded() {
         return;
     }
     for way in WAYS {
-        let mut place = Place::in_folder(way.1, layers(way.0), 0, "image-service = \"c.sock\"\n");
-        let calls = containerd(&place.server.folder.path().join("c.sock"));
+        let mut place = Place::in_directory(way.1, layers(way.0), 0, "image-service = \"c.sock\"\n");
+        let calls = containerd(&place.server.directory.path().join("c.sock"));
         let image = format!("{}/os/app:1", place.fake.address);
         let password = Arc::new(Mutex::new("one"));
         let expected = Arc::clone(&password);

@@ -46,8 +46,8 @@ fn layers_share_files_and_directories_are_removed() {
     let packs = server.root().join("store/packs");
     assert!((8_000_000..9_000_000).contains(&space(&packs)), "{} bytes", space(&packs));
     for id in [2, 3] {
-        let folder = server.root().join(format!("snapshots/{id}"));
-        assert!(!folder.join("fs").exists() && !folder.join("work").exists() && folder.join("layer").exists());
+        let directory = server.root().join(format!("snapshots/{id}"));
+        assert!(!directory.join("fs").exists() && !directory.join("work").exists() && directory.join("layer").exists());
     }
     let mounted = Mounted::of(&client.view("v", "two").unwrap());
     assert_eq!(fs::read(mounted.path().join("two")).unwrap(), contents);
@@ -71,7 +71,7 @@ fn nothing_is_removed_from_the_store_by_hand() {
     drop(mounted);
     client.commit("layer", "a").unwrap();
     client.prepare("container", "layer").unwrap();
-    let (root, link) = (server.root(), server.folder.path().join("link"));
+    let (root, link) = (server.root(), server.directory.path().join("link"));
     std::os::unix::fs::symlink(root.join("store"), &link).unwrap();
     let empty = root.join("snapshots/1/image");
     let image = |words: &[&str], store: &Path| {
@@ -114,7 +114,7 @@ fn nothing_is_removed_from_the_store_by_hand() {
     assert!(images.len() == 2 && images.iter().any(|image| image["own_bytes"] == 12_288), "{found}");
     assert_eq!((&found["garbage_bytes"], &images[0]["held_by"]), (&0.into(), &serde_json::Value::Null));
     assert!(String::from_utf8_lossy(&output.stderr).contains("does not tell"), "{output:?}");
-    let output = image(&["du"], server.folder.path());
+    let output = image(&["du"], server.directory.path());
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{said}");
     let mut client = server.start_again();
@@ -173,8 +173,8 @@ fn a_snapshot_that_is_still_mounted_stays_a_directory() {
     // Now nothing has them mounted.
     client.cleanup().unwrap();
     for (id, name) in [(2, "a-layer"), (4, "b-layer")] {
-        let folder = server.root().join(format!("snapshots/{id}"));
-        until("an image", || !folder.join("fs").exists() && folder.join("layer").exists());
+        let directory = server.root().join(format!("snapshots/{id}"));
+        until("an image", || !directory.join("fs").exists() && directory.join("layer").exists());
         let mounted = Mounted::of(&client.view("v", name).unwrap());
         assert_eq!(fs::read(mounted.path().join("file")).unwrap(), b"before");
         drop(mounted);
@@ -220,7 +220,7 @@ fn where_images_cannot_be_mounted_layers_stay_directories() {
     assert!(server.root().join("snapshots/1/fs/one").exists());
     drop(mounted);
     server.stop();
-    let said = refused(server.folder.path(), "require");
+    let said = refused(server.directory.path(), "require");
     assert!(said.contains("cannot use") && said.contains("does not mount"), "{said}");
     assert!(!server.root().join("probe").exists(), "nothing is left of what was tried");
 }

@@ -30,9 +30,9 @@ const SCRIPT: &str = "
         echo end of $name
     done";
 
-/// The folders of a machine, and its virtiofsd.
+/// The directories of a machine, and its virtiofsd.
 struct Sandbox {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     virtiofsd: Child,
     containers: Vec<PathBuf>,
 }
@@ -40,8 +40,8 @@ struct Sandbox {
 impl Sandbox {
     /// The share shows what is mounted below `mounts` later, as a slave of it. Without a program, ours is virtiofsd.
     fn start(program: Option<&Path>) -> Self {
-        let folder = tempfile::Builder::new().prefix("ferry-kata.").tempdir_in("/var/tmp").unwrap();
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::Builder::new().prefix("ferry-kata.").tempdir_in("/var/tmp").unwrap();
+        let at = |name: &str| directory.path().join(name);
         for name in ["mounts", "shared"] {
             fs::create_dir(at(name)).unwrap();
         }
@@ -56,12 +56,12 @@ impl Sandbox {
         let line = "exec $0 --cache=auto --shared-dir=$1 --fd=3 --thread-pool-size=1 --announce-submounts --tag kataShared 3<&0 0</dev/null";
         command.args(["-c", line]).arg(at("virtiofsd")).arg(at("shared"));
         let virtiofsd = command.stdin(std::os::fd::OwnedFd::from(socket)).spawn().unwrap();
-        Self { folder, virtiofsd, containers: Vec::new() }
+        Self { directory, virtiofsd, containers: Vec::new() }
     }
 
     /// Binds the root of a container into the share.
     fn add(&mut self, name: &str, root: &Path) {
-        let at = self.folder.path().join("mounts").join(name).join("rootfs");
+        let at = self.directory.path().join("mounts").join(name).join("rootfs");
         fs::create_dir_all(&at).unwrap();
         mount_bind_recursive(root, &at).unwrap();
         self.containers.push(at);
@@ -111,7 +111,7 @@ impl Drop for Sandbox {
         let _ = self.virtiofsd.kill().and_then(|()| self.virtiofsd.wait());
         self.remove();
         for name in ["shared", "mounts"] {
-            let _ = unmount(self.folder.path().join(name), UnmountFlags::DETACH);
+            let _ = unmount(self.directory.path().join(name), UnmountFlags::DETACH);
         }
     }
 }
@@ -135,7 +135,7 @@ fn guests_see_containers_through_a_share_as_kata_makes_it() {
         let mut client = place.server.client();
         place.pull(&mut client);
         let mut sandbox = Sandbox::start(program);
-        let guest = Machine::start(&cache, &sandbox.folder.path().join("s"), SCRIPT);
+        let guest = Machine::start(&cache, &sandbox.directory.path().join("s"), SCRIPT);
         // The machine runs.
         let mut roots = Vec::new();
         for name in ["one", "two"] {
@@ -175,13 +175,13 @@ fn guests_read_images_of_the_snapshotter_directly() {
         let mut place = Place::new(layers(format));
         let mut client = place.server.client();
         place.pull(&mut client);
-        let [folder] = &place.images()[..] else { panic!("one image") };
-        let about: toml::Table = toml::from_str(&fs::read_to_string(folder.join("about.toml")).unwrap()).unwrap();
+        let [directory] = &place.images()[..] else { panic!("one image") };
+        let about: toml::Table = toml::from_str(&fs::read_to_string(directory.join("about.toml")).unwrap()).unwrap();
         let word = |name: &str| about[name].as_str().unwrap().to_owned();
         let mut command = Command::new(ferry());
-        command.arg("share").arg(format!("image:{}", folder.join("image").display()));
+        command.arg("share").arg(format!("image:{}", directory.join("image").display()));
         command.arg("--store").arg(place.server.root().join("store")).args(["--digest", &word("digest")]);
-        let socket = place.server.folder.path().join("image.sock");
+        let socket = place.server.directory.path().join("image.sock");
         command.args(["--from", &word("from"), "--tag", "kataShared", "--once", "--virtiofs"]).arg(&socket);
         let mut share = command.spawn().unwrap();
         until("the socket", || socket.exists() || share.try_wait().unwrap().is_some());

@@ -500,7 +500,7 @@ fn converted_images_are_used_from_repositories_that_are_trusted() {
     }
     for is_trusted in [true, false] {
         let mut place = Place::configured(without_tables(layers(Format::Estargz)), 0, "");
-        let store = place.server.folder.path().join("convert");
+        let store = place.server.directory.path().join("convert");
         let reference = format!("oci:{}/os/app:1", place.fake.address);
         let mut convert = Command::new(ferry());
         convert.args(["image", "convert", &reference, "--store"]).arg(&store);
@@ -536,12 +536,12 @@ fn registries_are_reached_by_hosts_files_and_credentials() {
         return;
     }
     let mut place = Place::configured(layers(Format::Estargz), 0, "credentials = \"auth.json\"\n");
-    let folder = place.server.folder.path().to_owned();
+    let directory = place.server.directory.path().to_owned();
     let address = place.fake.address.to_string();
-    fs::write(folder.join("auth.json"), json!({"auths": {&address: {"auth": "bWU6d29yZA=="}}}).to_string()).unwrap();
-    fs::create_dir_all(folder.join("certs.d/registry.invalid")).unwrap();
+    fs::write(directory.join("auth.json"), json!({"auths": {&address: {"auth": "bWU6d29yZA=="}}}).to_string()).unwrap();
+    fs::create_dir_all(directory.join("certs.d/registry.invalid")).unwrap();
     let hosts = format!("server = \"http://{address}/proxy\"\n[header]\nx-team = \"a\"\n");
-    fs::write(folder.join("certs.d/registry.invalid/hosts.toml"), hosts).unwrap();
+    fs::write(directory.join("certs.d/registry.invalid/hosts.toml"), hosts).unwrap();
     place.fake.fault(|request, reply| {
         let header = |name: &str| request.headers.get(name).map(String::as_str);
         match (header("authorization"), header("x-team"), request.path.starts_with("/proxy/v2/os/app/")) {
@@ -572,10 +572,10 @@ fn damaged_data_of_a_mirror_comes_from_the_next_server() {
         let place = Place::new(layers(format));
         let mirror = Fake::start();
         place.layers.iter().for_each(|layer| drop(mirror.add_blob(&layer.blob)));
-        let folder = place.server.folder.path().join("certs.d/registry.invalid");
-        fs::create_dir_all(&folder).unwrap();
+        let directory = place.server.directory.path().join("certs.d/registry.invalid");
+        fs::create_dir_all(&directory).unwrap();
         let hosts = format!("server = \"http://{}\"\n[host.\"http://{}\"]\n", place.fake.address, mirror.address);
-        fs::write(folder.join("hosts.toml"), hosts).unwrap();
+        fs::write(directory.join("hosts.toml"), hosts).unwrap();
         let mut place = place;
         let mut client = place.server.client();
         for layer in 0..2 {

@@ -62,15 +62,15 @@ impl Place {
             fs::write(root.with_file_name("more.toml"), more).expect("it can be written");
         });
         drop(server.client());
-        let folder = server.folder.path().to_owned();
-        let upstream = registry(&folder.join("registry"), false)?;
+        let directory = server.directory.path().to_owned();
+        let upstream = registry(&directory.join("registry"), false)?;
         let proxy = Proxy::to(upstream.address);
         let image = format!("{}/os/app:1", proxy.address);
-        lay_out(&folder.join("bundle"), &layers(&busybox));
-        push(&skopeo, &folder.join("bundle"), &image, words);
+        lay_out(&directory.join("bundle"), &layers(&busybox));
+        push(&skopeo, &directory.join("bundle"), &image, words);
         let exports = "[proxy_plugins.ferry.exports]\nenable_remote_snapshot_annotations = \"true\"\n";
         let containerd =
-            Containerd::start_with(programs, &folder, WITHOUT_PODS, &(plugin(&server.socket()) + exports), "");
+            Containerd::start_with(programs, &directory, WITHOUT_PODS, &(plugin(&server.socket()) + exports), "");
         Some(Self { containerd, proxy, upstream, server, image })
     }
 

@@ -19,15 +19,15 @@ fn auth(password: &str) -> String {
 }
 
 /// Writes a secret as Kubernetes mounts it: a link through a link that is replaced.
-fn write_secret(folder: &Path, address: &str, password: &str) {
-    let version = folder.join(format!("..{password}"));
+fn write_secret(directory: &Path, address: &str, password: &str) {
+    let version = directory.join(format!("..{password}"));
     fs::create_dir_all(&version).unwrap();
     let secret = json!({"auths": {address: {"username": "me", "password": password, "auth": auth(password)}}});
     fs::write(version.join(".dockerconfigjson"), secret.to_string()).unwrap();
-    symlink(version.file_name().unwrap(), folder.join("..new")).unwrap();
-    fs::rename(folder.join("..new"), folder.join("..data")).unwrap();
+    symlink(version.file_name().unwrap(), directory.join("..new")).unwrap();
+    fs::rename(directory.join("..new"), directory.join("..data")).unwrap();
     // Only the first time.
-    let _ = symlink("..data/.dockerconfigjson", folder.join(".dockerconfigjson"));
+    let _ = symlink("..data/.dockerconfigjson", directory.join(".dockerconfigjson"));
 }
 
 /// containerd/stargz-snapshotter issues 1989, 2211: containers failed after a restart, because the credentials of their pulls were gone;
@@ -39,7 +39,7 @@ fn a_secret_that_changes_is_used_by_the_processes_that_run() {
     }
     for format in FORMATS {
         let mut place = Place::configured(layers(format), 0, "credentials = \"secrets\"\n");
-        let (secrets, address) = (place.server.folder.path().join("secrets"), place.fake.address.to_string());
+        let (secrets, address) = (place.server.directory.path().join("secrets"), place.fake.address.to_string());
         let password = Arc::new(Mutex::new("one".to_owned()));
         let expected = Arc::clone(&password);
         place.fake.fault(move |request, reply| {

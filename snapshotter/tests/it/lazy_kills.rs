@@ -14,7 +14,7 @@ use tonic::Code;
 use crate::client::Client;
 use crate::fake::{Reply, Way};
 use crate::lazy_place::{Place, WAYS, is_right, layers, noise, until};
-use crate::server::{FOLDER, Mounted, can_mount};
+use crate::server::{DIR, Mounted, can_mount};
 use crate::toc_layers::{Format, Writer};
 
 /// The number of unfetched files per kill.
@@ -45,11 +45,11 @@ fn resends() -> bool {
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (6, 9)
 }
 
-/// The processes that work in a folder, or did until it was removed.
-fn processes_in(folder: &Path) -> usize {
+/// The processes that work in a directory, or did until it was removed.
+fn processes_in(directory: &Path) -> usize {
     let works_there = |process: io::Result<fs::DirEntry>| {
         let works = fs::read_link(process.ok()?.path().join("cwd")).ok()?;
-        works.starts_with(folder).then_some(())
+        works.starts_with(directory).then_some(())
     };
     fs::read_dir("/proc").unwrap().filter_map(works_there).count()
 }
@@ -60,7 +60,7 @@ fn a_pull_ends_with_the_program_and_leaves_nothing() {
         return;
     }
     let mut place = Place::new(layers(Format::Estargz));
-    let folder = place.server.root().join("lazy");
+    let directory = place.server.root().join("lazy");
     for round in 0..3 {
         // Without an answer to the manifest, or to what comes after it.
         place.fake.fault(move |request, reply| match round == 0 || !request.is_manifest() {
@@ -72,11 +72,11 @@ fn a_pull_ends_with_the_program_and_leaves_nothing() {
             let (socket, labels) = (place.server.socket(), place.labels(0));
             let lost = scope.spawn(move || Client::connect(&socket).unwrap().prepare_with("extract", "", labels));
             until("a request", || !place.fake.requests().is_empty());
-            assert_eq!(processes_in(&folder), 1);
+            assert_eq!(processes_in(&directory), 1);
             place.server.kill();
             assert_ne!(lost.join().unwrap().unwrap_err().code(), Code::AlreadyExists);
         });
-        until("the end of the process", || processes_in(&folder) == 0);
+        until("the end of the process", || processes_in(&directory) == 0);
         drop(place.server.start_again());
         assert_eq!(place.images(), [] as [PathBuf; 0]);
     }
@@ -88,19 +88,19 @@ fn a_pull_ends_with_the_program_and_leaves_nothing() {
 
 /// A container sees what is right, and no error: readers wait for the next process, of missing data on the kernel's mount, and of all
 /// that is not in the page cache on a mount over FUSE.
-fn kills((format, folder): (Format, &str), rounds: usize) {
+fn kills((format, directory): (Format, &str), rounds: usize) {
     let contents: Vec<_> = (0..).take((rounds + 1) * FRESH).map(|seed| noise(seed, LENGTH)).collect();
     let mut layer = Writer::new(format, &[if format == Format::Estargz { 128 << 10 } else { 10_000 }]);
     for (number, content) in contents.iter().enumerate() {
         layer.file(&format!("f-{number}"), content);
     }
-    let mut place = Place::in_folder(folder, vec![layer.finish()], 0, "restarts = 1000\n");
+    let mut place = Place::in_directory(directory, vec![layer.finish()], 0, "restarts = 1000\n");
     let mut client = place.server.client();
     place.pull(&mut client);
     let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
     let root = place.server.root();
     let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
-    let kind = if folder == FOLDER { "erofs" } else { "fuse.ferry" };
+    let kind = if directory == DIR { "erofs" } else { "fuse.ferry" };
     let is_so =
         |line: &str| line.contains(&*root.join("lazy").to_string_lossy()) && line.contains(&format!(" - {kind} "));
     if !table.lines().any(is_so) {
@@ -153,7 +153,7 @@ fn kills((format, folder): (Format, &str), rounds: usize) {
             (round * FRESH..(round + 2) * FRESH).for_each(is_right);
         }
     });
-    println!("{format:?} in {folder}: {reads:?} reads were right, and none failed");
+    println!("{format:?} in {directory}: {reads:?} reads were right, and none failed");
     (0..contents.len()).for_each(is_right);
     drop(mounted);
     for name in ["container", "sha256:chain-0"] {

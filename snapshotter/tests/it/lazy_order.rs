@@ -200,7 +200,7 @@ fn recorded_files_are_fetched_first_at_the_next_start() {
     }
 }
 
-/// Its folder has its id, as containerd's have.
+/// Its directory has its id, as containerd's have.
 #[test]
 fn a_container_that_runs_is_recorded_by_its_id_or_the_beginning_of_it() {
     if !can_mount() {

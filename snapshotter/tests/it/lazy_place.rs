@@ -14,7 +14,7 @@ use tonic::Code;
 
 use crate::client::{Client, root_label};
 use crate::fake::{Fake, Request};
-use crate::server::{FOLDER, PROGRAM, Server};
+use crate::server::{DIR, PROGRAM, Server};
 use crate::toc_layers::{Format, Layer, Writer, sha256};
 
 /// Far more than anything here takes, in a guest without KVM too.
@@ -45,7 +45,7 @@ pub fn noise(seed: u32, length: usize) -> Vec<u8> {
 /// Layers, and where the store is. The kernel mounts images before they are here, whether their chunks begin at blocks (eStargz) or not;
 /// but it lets nobody wait for files in memory, so their mount is by FUSE.
 pub const WAYS: [(Format, &str); 3] =
-    [(Format::Estargz, FOLDER), (Format::ZstdChunked, FOLDER), (Format::ZstdChunked, "/dev/shm")];
+    [(Format::Estargz, DIR), (Format::ZstdChunked, DIR), (Format::ZstdChunked, "/dev/shm")];
 
 /// A lower layer with a large file, and an upper one that hides a file.
 pub fn layers(format: Format) -> Vec<Layer> {
@@ -90,17 +90,17 @@ impl Place {
     }
 
     pub fn configured(layers: Vec<Layer>, jobs: u16, more: &str) -> Self {
-        Self::in_folder(FOLDER, layers, jobs, more)
+        Self::in_directory(DIR, layers, jobs, more)
     }
 
     /// One of the [`WAYS`].
-    pub fn of((format, folder): (Format, &str), jobs: u16) -> Self {
-        Self::in_folder(folder, layers(format), jobs, "")
+    pub fn of((format, directory): (Format, &str), jobs: u16) -> Self {
+        Self::in_directory(directory, layers(format), jobs, "")
     }
 
-    pub fn in_folder(folder: &str, layers: Vec<Layer>, jobs: u16, more: &str) -> Self {
+    pub fn in_directory(directory: &str, layers: Vec<Layer>, jobs: u16, more: &str) -> Self {
         let fake = Arc::new(Fake::start());
-        let mut server = Server::start_in(folder, "never", |root| {
+        let mut server = Server::start_in(directory, "never", |root| {
             let from = if more.starts_with("from") { "" } else { "from = [\"*\"]\n" };
             let more = format!("[lazy]\njobs = {jobs}\nprogram = {:?}\nhosts = [\"certs.d\"]\n{from}{more}", ferry());
             fs::write(root.with_file_name("more.toml"), more).unwrap();
@@ -186,7 +186,7 @@ impl Place {
         self.fake.requests().iter().filter(is_layer).map(bytes).fold(0, usize::saturating_add)
     }
 
-    /// The folders of images.
+    /// The directories of images.
     pub fn images(&self) -> Vec<PathBuf> {
         fs::read_dir(self.server.root().join("lazy")).unwrap().map(|entry| entry.unwrap().path()).collect()
     }

@@ -262,7 +262,7 @@ fn only_root_can_connect_and_one_process_serves_a_root() {
     let _client = server.client();
     let mode = |path: &std::path::Path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
     assert_eq!((mode(&server.socket()), mode(&server.root())), (0o600, 0o700));
-    let said = refused(server.folder.path(), "never");
+    let said = refused(server.directory.path(), "never");
     assert!(said.contains("already open") || said.contains("in use"), "{said}");
     let other = tempfile::tempdir().unwrap();
     fs::write(other.path().join("s"), "precious").unwrap();

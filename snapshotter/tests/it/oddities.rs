@@ -20,10 +20,10 @@ use crate::server::{Mounted, Server};
 /// No UTF-8.
 const NAME: &[u8] = b"\xff\xfe \n";
 
-/// Makes an archive of names in a folder, in their order.
-fn tar(folder: &Path, options: &[&str], names: &[&[u8]]) -> Vec<u8> {
+/// Makes an archive of names in a directory, in their order.
+fn tar(directory: &Path, options: &[&str], names: &[&[u8]]) -> Vec<u8> {
     let mut tar = Command::new("tar");
-    tar.args(options).args(["--no-recursion", "--numeric-owner", "-C"]).arg(folder).arg("-cf-");
+    tar.args(options).args(["--no-recursion", "--numeric-owner", "-C"]).arg(directory).arg("-cf-");
     let output = tar.args(names.iter().map(|name| OsStr::from_bytes(name))).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     output.stdout
@@ -121,8 +121,9 @@ fn odd_layers_equal_what_tar_unpacks() {
     let long = "n".repeat(255);
     for images in ["never", "require"] {
         let Some(mut server) = start(images, "c-root") else { return };
-        let (mut client, folder, flat) = (server.client(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let (at, long) = (folder.path(), long.as_bytes());
+        let (mut client, directory, flat) =
+            (server.client(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (at, long) = (directory.path(), long.as_bytes());
         let mut parent = "";
         for (name, plain) in [("first", first(at, long)), ("across", across(at)), ("third", third(at, long))] {
             let is_applied = unpack(&server, &mut client, (name, parent), &plain);

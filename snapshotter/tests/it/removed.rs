@@ -26,12 +26,12 @@ fn name(layer: usize) -> String {
 }
 
 fn layers() -> Vec<Layer> {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let names = (1..=LAYERS).map(name);
     let layers = names.map(|name| {
-        fs::write(folder.path().join(&name), name.repeat(3000)).unwrap();
-        fs::write(folder.path().join("highest"), &name).unwrap();
-        let plain = archive(folder.path(), &[], &[&name, "highest"]);
+        fs::write(directory.path().join(&name), name.repeat(3000)).unwrap();
+        fs::write(directory.path().join("highest"), &name).unwrap();
+        let plain = archive(directory.path(), &[], &[&name, "highest"]);
         layer(plain.clone(), gzip(&plain), GZIP)
     });
     layers.collect()
@@ -143,8 +143,8 @@ fn an_image_is_removed_while_it_is_pulled_and_started() {
         remove(&mut client);
         client.cleanup().unwrap();
         assert_eq!((client.list(&[]).unwrap().len(), left(&server), server.mount_points().len()), (0, vec![], 0));
-        for folder in ["snapshots", "trash"] {
-            assert_eq!(fs::read_dir(server.root().join(folder)).unwrap().count(), 0, "{folder}");
+        for directory in ["snapshots", "trash"] {
+            assert_eq!(fs::read_dir(server.root().join(directory)).unwrap().count(), 0, "{directory}");
         }
     }
 }

@@ -109,7 +109,7 @@ fn each_call_can_be_repeated_when_its_client_is_gone() {
     }
     client.cleanup().unwrap();
     assert_eq!(client.list(&[]).unwrap().len(), 1);
-    for (folder, expected) in [("snapshots", 1), ("trash", 0)] {
-        assert_eq!(fs::read_dir(server.root().join(folder)).unwrap().count(), expected, "{folder}");
+    for (directory, expected) in [("snapshots", 1), ("trash", 0)] {
+        assert_eq!(fs::read_dir(server.root().join(directory)).unwrap().count(), expected, "{directory}");
     }
 }

@@ -22,13 +22,13 @@ use crate::client::Client;
 
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_ferry-snapshotter");
 /// On a disk: a memory file system cannot be below an EROFS.
-pub const FOLDER: &str = "/var/tmp";
+pub const DIR: &str = "/var/tmp";
 /// More than it takes in a guest without KVM.
 const START_TIME: Duration = Duration::from_secs(600);
 
-/// A running program, with its root in a folder of its own.
+/// A running program, with its root in a directory of its own.
 pub struct Server {
-    pub folder: TempDir,
+    pub directory: TempDir,
     child: Child,
     images: &'static str,
 }
@@ -51,24 +51,25 @@ impl Server {
 
     /// The same; a function prepares the root.
     pub fn start_with(images: &'static str, prepare: impl FnOnce(&Path)) -> Self {
-        Self::start_in(FOLDER, images, prepare)
+        Self::start_in(DIR, images, prepare)
     }
 
-    /// The same in another folder.
-    pub fn start_in(folder: &str, images: &'static str, prepare: impl FnOnce(&Path)) -> Self {
-        let folder = tempfile::Builder::new().prefix("ferry-snapshotter.").tempdir_in(folder).expect("it can be made");
-        fs::create_dir(folder.path().join("root")).expect("it can be made");
-        prepare(&folder.path().join("root"));
-        let child = spawn(folder.path(), images);
-        Self { folder, child, images }
+    /// The same in another directory.
+    pub fn start_in(directory: &str, images: &'static str, prepare: impl FnOnce(&Path)) -> Self {
+        let directory =
+            tempfile::Builder::new().prefix("ferry-snapshotter.").tempdir_in(directory).expect("it can be made");
+        fs::create_dir(directory.path().join("root")).expect("it can be made");
+        prepare(&directory.path().join("root"));
+        let child = spawn(directory.path(), images);
+        Self { directory, child, images }
     }
 
     pub fn root(&self) -> PathBuf {
-        self.folder.path().join("root")
+        self.directory.path().join("root")
     }
 
     pub fn socket(&self) -> PathBuf {
-        self.folder.path().join("s")
+        self.directory.path().join("s")
     }
 
     pub fn client(&mut self) -> Client {
@@ -94,7 +95,7 @@ impl Server {
 
     /// Adds lines to the configuration of the next start.
     pub fn configure(&self, more: &str) {
-        fs::write(self.folder.path().join("more.toml"), more).expect("it can be written");
+        fs::write(self.directory.path().join("more.toml"), more).expect("it can be written");
     }
 
     /// Ends it with `kill -9`.
@@ -110,7 +111,7 @@ impl Server {
 
     /// Starts it again after [`Self::kill`] or [`Self::stop`].
     pub fn start_again(&mut self) -> Client {
-        self.child = spawn(self.folder.path(), self.images);
+        self.child = spawn(self.directory.path(), self.images);
         self.client()
     }
 
@@ -148,21 +149,21 @@ impl Drop for Server {
                 let _ = kill_process(pid, Signal::TERM);
             }
         }
-        for at in mount_points(self.folder.path()).iter().rev() {
+        for at in mount_points(self.directory.path()).iter().rev() {
             let _ = unmount(at, UnmountFlags::DETACH);
         }
     }
 }
 
-fn mount_points(folder: &Path) -> Vec<PathBuf> {
+fn mount_points(directory: &Path) -> Vec<PathBuf> {
     let table = fs::read_to_string("/proc/self/mountinfo").expect("there is a mount table");
     let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
-    points.filter(|point| point.starts_with(folder)).collect()
+    points.filter(|point| point.starts_with(directory)).collect()
 }
 
-fn command(folder: &Path, images: &str) -> Command {
-    let config = folder.join("config.toml");
-    let more = fs::read_to_string(folder.join("more.toml")).unwrap_or_default();
+fn command(directory: &Path, images: &str) -> Command {
+    let config = directory.join("config.toml");
+    let more = fs::read_to_string(directory.join("more.toml")).unwrap_or_default();
     fs::write(&config, format!("root = \"root\"\naddress = \"s\"\nimages = \"{images}\"\n{more}"))
         .expect("it can be written");
     let mut command = Command::new(PROGRAM);
@@ -170,13 +171,13 @@ fn command(folder: &Path, images: &str) -> Command {
     command
 }
 
-fn spawn(folder: &Path, images: &str) -> Child {
-    command(folder, images).env("FERRY_LOG", "warn").spawn().expect("the program can be started")
+fn spawn(directory: &Path, images: &str) -> Child {
+    command(directory, images).env("FERRY_LOG", "warn").spawn().expect("the program can be started")
 }
 
-/// Runs the program on a folder, where it must fail; returns what it says.
-pub fn refused(folder: &Path, images: &str) -> String {
-    let mut child = command(folder, images).stderr(Stdio::piped()).spawn().expect("the program can be started");
+/// Runs the program on a directory, where it must fail; returns what it says.
+pub fn refused(directory: &Path, images: &str) -> String {
+    let mut child = command(directory, images).stderr(Stdio::piped()).spawn().expect("the program can be started");
     let mut said = String::new();
     child.stderr.take().expect("it is piped").read_to_string(&mut said).expect("it is text");
     let status = child.wait().expect("it is a child");
@@ -210,23 +211,23 @@ pub struct Mounted(pub TempDir);
 impl Mounted {
     /// Makes mounts as containerd does.
     pub fn of(mounts: &[Mount]) -> Self {
-        Self::on(tempfile::Builder::new().prefix("ferry-mounted.").tempdir_in(FOLDER).expect("it can be made"), mounts)
+        Self::on(tempfile::Builder::new().prefix("ferry-mounted.").tempdir_in(DIR).expect("it can be made"), mounts)
     }
 
-    /// The same on a folder of this name.
+    /// The same on a directory of this name.
     pub fn named(name: &str, mounts: &[Mount]) -> Self {
-        let folder = tempfile::Builder::new().prefix(name).rand_bytes(0).tempdir_in(FOLDER);
-        Self::on(folder.expect("it can be made"), mounts)
+        let directory = tempfile::Builder::new().prefix(name).rand_bytes(0).tempdir_in(DIR);
+        Self::on(directory.expect("it can be made"), mounts)
     }
 
-    fn on(folder: TempDir, mounts: &[Mount]) -> Self {
+    fn on(directory: TempDir, mounts: &[Mount]) -> Self {
         let [mount] = mounts else { panic!("one mount is enough: {mounts:?}") };
         match &*mount.r#type {
-            "bind" => bind(mount, folder.path()),
-            "overlay" => overlay(mount, folder.path()),
+            "bind" => bind(mount, directory.path()),
+            "overlay" => overlay(mount, directory.path()),
             other => panic!("containerd mounts {other}"),
         }
-        Self(folder)
+        Self(directory)
     }
 
     pub fn path(&self) -> &Path {

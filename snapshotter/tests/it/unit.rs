@@ -15,8 +15,8 @@ fn systemd_takes_the_unit() {
     if Command::new("systemd-analyze").arg("--version").stdout(Stdio::null()).status().is_err() {
         return ferry_skip::skip!("no systemd-analyze: apt-get install systemd");
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("ferry-snapshotter.service");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("ferry-snapshotter.service");
     fs::write(&path, UNIT.replace("/usr/bin/ferry-snapshotter", env!("CARGO_BIN_EXE_ferry-snapshotter"))).unwrap();
     let output = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
@@ -43,15 +43,15 @@ fn the_service_manager_is_notified_when_the_server_is_ready() {
     if !can_mount() {
         return;
     }
-    let folder = tempfile::tempdir_in("/var/tmp").unwrap();
-    let manager = UnixDatagram::bind(folder.path().join("notify")).unwrap();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let manager = UnixDatagram::bind(directory.path().join("notify")).unwrap();
     manager.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let mut command = Command::new(PROGRAM);
-    command.arg("--root").arg(folder.path().join("root")).arg("--address").arg(folder.path().join("s"));
-    let mut child = command.env("NOTIFY_SOCKET", folder.path().join("notify")).spawn().unwrap();
+    command.arg("--root").arg(directory.path().join("root")).arg("--address").arg(directory.path().join("s"));
+    let mut child = command.env("NOTIFY_SOCKET", directory.path().join("notify")).spawn().unwrap();
     let mut said = [0; 64];
     let bytes = manager.recv(&mut said);
-    let connected = UnixStream::connect(folder.path().join("s"));
+    let connected = UnixStream::connect(directory.path().join("s"));
     child.kill().unwrap();
     child.wait().unwrap();
     assert_eq!(&said[..bytes.unwrap()], b"READY=1");
@@ -63,8 +63,8 @@ fn the_service_manager_is_notified_when_the_server_is_ready() {
 const INSTALL: &str = r#"
 mount --make-rprivate /
 mount --rbind /proc "$2/proc"
-for folder in bin lib lib64; do
-    [ ! -d "/$folder" ] || mount --bind "/$folder" "$2/$folder"
+for directory in bin lib lib64; do
+    [ ! -d "/$directory" ] || mount --bind "/$directory" "$2/$directory"
 done
 exec $3 "$1" --install-to "$2"
 "#;
@@ -80,8 +80,8 @@ fn a_node_gets_the_programs_and_its_systemd_starts_the_unit() {
     if !rustix::process::geteuid().is_root() {
         return ferry_skip::skip!("only root can change the root directory");
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
     for name in ["image", "node/usr/bin", "node/bin", "node/lib", "node/lib64", "node/units", "node/etc", "node/proc"] {
         fs::create_dir_all(path(name)).unwrap();
     }

@@ -135,7 +135,7 @@ fn a_machine_reads_a_view_while_the_snapshotter_and_the_share_are_killed() {
     client.remove("two").unwrap();
     client.remove("one").unwrap();
     client.cleanup().unwrap();
-    assert_eq!(fs::read_dir(server.folder.path().join("sockets")).unwrap().count(), 0);
+    assert_eq!(fs::read_dir(server.directory.path().join("sockets")).unwrap().count(), 0);
     assert_eq!(fs::read_dir(server.root().join("snapshots")).unwrap().count(), 0);
 }
 

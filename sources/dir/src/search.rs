@@ -139,9 +139,9 @@ mod tests {
 
     #[test]
     fn a_search_ends_in_time() {
-        let folder = tempfile::tempdir().expect("the directory is created");
-        std::fs::write(folder.path().join("file"), "").expect("the file is created");
-        let dir = Dir::open(folder.path(), Options::default()).expect("it can be shared");
+        let directory = tempfile::tempdir().expect("the directory is created");
+        std::fs::write(directory.path().join("file"), "").expect("the file is created");
+        let dir = Dir::open(directory.path(), Options::default()).expect("it can be shared");
         let name = Name::new(b"file").expect("a name");
         let ino = dir.lookup(&Caller::default(), Ino::ROOT, name).expect("it is there").ino;
         assert_eq!(dir.search_until(&[ino], IdentityScope::Paths, Instant::now() + SEARCH_TIME_MAX).len(), 1);
@@ -151,17 +151,17 @@ mod tests {
     /// With its descriptor cached and with it evicted.
     #[test]
     fn files_that_the_host_deleted_are_not_found() {
-        let folder = tempfile::tempdir().expect("the directory is created");
-        let dir = Dir::open(folder.path(), Options::default()).expect("it can be shared");
+        let directory = tempfile::tempdir().expect("the directory is created");
+        let dir = Dir::open(directory.path(), Options::default()).expect("it can be shared");
         let [held, given_up, there] = ["held", "given-up", "there"].map(|name| {
-            std::fs::write(folder.path().join(name), "").expect("the file is created");
+            std::fs::write(directory.path().join(name), "").expect("the file is created");
             let name = Name::new(name.as_bytes()).expect("a name");
             let ino = dir.lookup(&Caller::default(), Ino::ROOT, name).expect("it is there").ino;
             dir.getattr(&Caller::default(), ino, None).expect("it is there");
             dir.table.get(ino).expect("it is known")
         });
         for name in ["held", "given-up"] {
-            std::fs::remove_file(folder.path().join(name)).expect("it is there");
+            std::fs::remove_file(directory.path().join(name)).expect("it is there");
         }
         assert!(held.is_held() && !dir.is_somewhere(&held));
         assert!(dir.is_somewhere(&there));

@@ -10,14 +10,14 @@ use super::*;
 const MIB: u64 = 1 << 20;
 
 /// Creates a file of a MiB of sevens on a real disk, which supports holes.
-fn raw(folder: &TempDir) -> PathBuf {
-    let path = folder.path().join("disk.raw");
+fn raw(directory: &TempDir) -> PathBuf {
+    let path = directory.path().join("disk.raw");
     fs::write(&path, vec![7; 1 << 20]).expect("a file");
     path
 }
 
-fn folder() -> TempDir {
-    tempfile::tempdir_in("/var/tmp").expect("a folder")
+fn directory() -> TempDir {
+    tempfile::tempdir_in("/var/tmp").expect("a directory")
 }
 
 fn allocated(path: &Path) -> u64 {
@@ -33,8 +33,8 @@ fn sentence(path: &Path, options: &Options) -> String {
 
 #[test]
 fn formats_are_never_guessed() {
-    let folder = folder();
-    let path = raw(&folder);
+    let directory = directory();
+    let path = raw(&directory);
     assert_eq!(open(&path, &Options::default()).expect("raw").geometry().bytes, MIB);
     for (start, looks) in
         [(&b"QFI\xfb"[..], "qcow2"), (b"KDMV", "vmdk"), (b"conectix", "vpc"), (b"vhdxfile", "vhdx"), (b"QED\0", "qed")]
@@ -49,19 +49,19 @@ fn formats_are_never_guessed() {
 
 #[test]
 fn errors_name_the_mistake() {
-    let folder = folder();
-    let empty = folder.path().join("empty");
+    let directory = directory();
+    let empty = directory.path().join("empty");
     File::create(&empty).expect("a file");
-    let short = folder.path().join("short");
+    let short = directory.path().join("short");
     fs::write(&short, [1; 511]).expect("a file");
-    let fifo = folder.path().join("fifo");
+    let fifo = directory.path().join("fifo");
     rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).expect("a FIFO");
     for (path, words) in [
-        (folder.path().to_path_buf(), "neither a file nor a block device"),
+        (directory.path().to_path_buf(), "neither a file nor a block device"),
         (fifo, "neither a file nor a block device"),
         (empty, "is empty"),
         (short, "has 511 bytes, and a disk at least 512"),
-        (folder.path().join("missing"), "--resize 20G"),
+        (directory.path().join("missing"), "--resize 20G"),
     ] {
         let text = sentence(&path, &Options::default());
         assert!(text.contains(words) && text.contains(&*path.to_string_lossy()), "{text}");
@@ -70,8 +70,8 @@ fn errors_name_the_mistake() {
 
 #[test]
 fn a_writer_excludes_other_writers() {
-    let folder = folder();
-    let path = raw(&folder);
+    let directory = directory();
+    let path = raw(&directory);
     let reading = Options { read_only: true, ..Options::default() };
     let writer = open(&path, &Options::default()).expect("the first");
     for options in [&Options::default(), &reading] {
@@ -87,8 +87,8 @@ fn a_writer_excludes_other_writers() {
 
 #[test]
 fn aligned_transfers_bypass_the_page_cache() {
-    let folder = folder();
-    let path = raw(&folder);
+    let directory = directory();
+    let path = raw(&directory);
     let disk = open(&path, &Options::default()).expect("a disk");
     let flags = |offset, bytes, alignment, durable| {
         let at = BlockRange { offset, bytes, alignment };
@@ -117,8 +117,8 @@ fn aligned_transfers_bypass_the_page_cache() {
 /// A partial write through the page cache would read the block and later overwrite a concurrent direct write.
 #[test]
 fn unaligned_memory_is_written_directly_too() {
-    let folder = folder();
-    let path = raw(&folder);
+    let directory = directory();
+    let path = raw(&directory);
     let direct = File::options().read(true).custom_flags(libc::O_DIRECT).open(&path).expect("the file");
     if sys::direct_alignment(&direct).expect("O_DIRECT can be used") >= 4096 {
         ferry_skip::skip!("this disk takes whole blocks only");
@@ -163,8 +163,8 @@ fn unaligned_memory_is_written_directly_too() {
 
 #[test]
 fn discarded_and_zeroed_ranges() {
-    let folder = folder();
-    let path = raw(&folder);
+    let directory = directory();
+    let path = raw(&directory);
     let disk = open(&path, &Options::default()).expect("a disk");
     assert!(disk.features().discard, "this file system cannot punch holes");
     let before = allocated(&path);
@@ -193,8 +193,8 @@ fn discarded_and_zeroed_ranges() {
 
 #[test]
 fn a_file_may_grow_and_shrink_meanwhile() {
-    let folder = folder();
-    let path = raw(&folder);
+    let directory = directory();
+    let path = raw(&directory);
     let disk = open(&path, &Options::default()).expect("a disk");
     assert_eq!(disk.refresh_geometry(), Ok(false));
     grow(&path, 3 * MIB + 5, &Options::default()).expect("the file grows while it is in use");
@@ -206,15 +206,15 @@ fn a_file_may_grow_and_shrink_meanwhile() {
     File::options().write(true).open(&path).and_then(|file| file.set_len(1000)).expect("a shorter file");
     assert_eq!((disk.refresh_geometry(), disk.geometry().bytes), (Ok(true), 512));
     assert_eq!(disk.refresh_geometry(), Ok(false));
-    let fresh = folder.path().join("fresh");
+    let fresh = directory.path().join("fresh");
     grow(&fresh, 2 * MIB, &Options::default()).expect("a new file");
     assert_eq!(open(&fresh, &Options::default()).expect("a disk").geometry().bytes, 2 * MIB);
 }
 
 #[test]
 fn a_missing_file_is_created_with_a_size_and_removed_on_failure() {
-    let folder = folder();
-    let at = |name: &str| folder.path().join(name);
+    let directory = directory();
+    let at = |name: &str| directory.path().join(name);
     let sized = |bytes| Options { grow_to: Some(bytes), ..Options::default() };
     assert!(open(&at("a"), &Options::default()).is_err() && !at("a").exists());
     assert!(open(&at("a"), &Options { read_only: true, ..sized(MIB) }).is_err() && !at("a").exists());
@@ -285,8 +285,8 @@ pub(crate) mod images {
 
     #[test]
     fn images_are_read_written_discarded_and_grown() {
-        let folder = folder();
-        let path = folder.path().join("disk.qcow2");
+        let directory = directory();
+        let path = directory.path().join("disk.qcow2");
         create(&path, 8 * MIB, None);
         let disk = open(&path, &qcow2()).expect("an image");
         assert_eq!((disk.geometry().bytes, disk.features().slow), (8 * MIB, true));
@@ -312,8 +312,8 @@ pub(crate) mod images {
     #[test]
     fn concurrent_changes_in_a_cluster_keep_both() {
         const CLUSTER: u64 = 64 << 10;
-        let folder = folder();
-        let path = folder.path().join("disk.qcow2");
+        let directory = directory();
+        let path = directory.path().join("disk.qcow2");
         create(&path, 64 * MIB, None);
         for cache in [Cache::Writeback, Cache::None] {
             let disk = open(&path, &Options { cache: Some(cache), ..qcow2() }).expect("an image");
@@ -342,14 +342,14 @@ pub(crate) mod images {
 
     #[test]
     fn backing_files_are_opened_only_in_their_directory() {
-        let folder = folder();
-        let allowed = folder.path().join("base");
-        fs::create_dir(&allowed).expect("a folder");
+        let directory = directory();
+        let allowed = directory.path().join("base");
+        fs::create_dir(&allowed).expect("a directory");
         fs::write(allowed.join("base.raw"), vec![3; 1 << 20]).expect("a file");
-        fs::write(folder.path().join("secret"), vec![4; 1 << 20]).expect("a file");
+        fs::write(directory.path().join("secret"), vec![4; 1 << 20]).expect("a file");
         std::os::unix::fs::symlink("../secret", allowed.join("link")).expect("a link");
         let image = |name: &str, backing: &str, format: &str| {
-            let path = folder.path().join(name);
+            let path = directory.path().join(name);
             create(&path, MIB, Some((backing, format)));
             path
         };
@@ -369,7 +369,7 @@ pub(crate) mod images {
             ("linked", "base/link", "raw", "outside the directory"),
             ("vmdk", "base/base.raw", "vmdk", "neither raw nor qcow2"),
             ("unsaid", "base/base.raw", "", "neither raw nor qcow2"),
-            ("folder", "base", "raw", "not a regular file"),
+            ("directory", "base", "raw", "not a regular file"),
             ("json", "json:{\"driver\":\"file\"}", "raw", "cannot open"),
         ] {
             let text = sentence(&image(name, backing, format), &below);

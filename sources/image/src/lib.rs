@@ -16,7 +16,7 @@
 //! ```
 #![deny(unsafe_code)]
 
-// Each folder uses only those before it: format <- store <- read <- build.
+// Each directory uses only those before it: format <- store <- read <- build.
 mod build;
 mod format;
 mod mount;
@@ -54,7 +54,7 @@ pub use store::file_objects::{FileObject, file_objects};
 pub use store::fsverity::{Verity, verity_of};
 pub use store::garbage::{ExclusiveStore, GcReport, LiveSet, Objects as GcObjects};
 pub use store::object_error::ObjectError;
-pub use store::object_list::objects_folder;
+pub use store::object_list::objects_directory;
 pub use store::packs::Store;
 pub use store::repair::{RepairCounts, note_damage, repair_packs};
 pub use store::seal::{PackProof, SealReport, seal, seal_image};

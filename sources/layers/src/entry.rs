@@ -1,11 +1,11 @@
-//! The folder of a store of layers:
+//! The directory of a store of layers:
 //!
 //! ```text
 //! ROOT/store/          the data of files that were read
 //! ROOT/layers/NAME.img the image of a layer, by the digests of its blob and of its table of contents, and by the reference:
 //!                      only its registry says where in the blob the table is
 //! ROOT/entries/HASH    the layer that a reference and a digest name, in JSON
-//! ROOT/lock            locked by the process that uses the folder
+//! ROOT/lock            locked by the process that uses the directory
 //! ```
 
 use std::collections::{BTreeSet, HashSet};
@@ -93,7 +93,7 @@ impl Entry {
     }
 }
 
-/// The folder.
+/// The directory.
 #[derive(Debug)]
 pub(crate) struct Entries {
     root: PathBuf,
@@ -103,12 +103,12 @@ pub(crate) struct Entries {
 }
 
 impl Entries {
-    /// Locks the folder, and removes files that no entry needs.
+    /// Locks the directory, and removes files that no entry needs.
     pub(crate) fn open(root: &Path) -> Result<Self> {
         let root = std::path::absolute(root).doing("find", root)?;
-        for folder in [root.clone(), root.join("layers"), root.join("entries")] {
+        for directory in [root.clone(), root.join("layers"), root.join("entries")] {
             // Layers have set-user-id programs.
-            DirBuilder::new().recursive(true).mode(0o700).create(&folder).doing("create", folder)?;
+            DirBuilder::new().recursive(true).mode(0o700).create(&directory).doing("create", directory)?;
         }
         let path = root.join("lock");
         let lock_file = File::options().create(true).append(true).open(&path).doing("open", &path)?;
@@ -145,15 +145,15 @@ impl Entries {
     }
 
     pub(crate) fn put(&self, entry: &Entry) -> Result<()> {
-        let (path, folder) = (self.path(&entry.reference, &entry.name), self.root.join("entries"));
+        let (path, directory) = (self.path(&entry.reference, &entry.name), self.root.join("entries"));
         let mut new =
-            tempfile::Builder::new().prefix(".new-").tempfile_in(&folder).doing("create a file in", &folder)?;
+            tempfile::Builder::new().prefix(".new-").tempfile_in(&directory).doing("create a file in", &directory)?;
         let bytes = serde_json::to_vec(entry).map_err(|error| Error::Record { path: path.clone(), error })?;
         new.write_all(&bytes).doing("write to", &path)?;
         // Engines rely on the layer from now on.
         new.as_file().sync_all().doing("sync", &path)?;
         new.persist(&path).map_err(|error| error.error).doing("create", path)?;
-        sync_folder(&folder)
+        sync_directory(&directory)
     }
 
     /// Counts the begin (`known`) or the end of a use. Without a use the entry is removed. `known` is the entry of an open layer,
@@ -170,14 +170,14 @@ impl Entries {
         }
         let path = self.path(reference, name);
         fs::remove_file(&path).doing("remove", path)?;
-        sync_folder(&self.root.join("entries"))
+        sync_directory(&self.root.join("entries"))
     }
 
     /// Removes entries without a use, images without an entry, and packs without an image.
     fn collect(&self) -> Result<()> {
-        let list = |folder: &Path| -> Result<Vec<PathBuf>> {
-            let entries = fs::read_dir(folder).doing("list", folder)?;
-            entries.map(|entry| Ok(entry.doing("list", folder)?.path())).collect()
+        let list = |directory: &Path| -> Result<Vec<PathBuf>> {
+            let entries = fs::read_dir(directory).doing("list", directory)?;
+            entries.map(|entry| Ok(entry.doing("list", directory)?.path())).collect()
         };
         let mut needed = HashSet::new();
         for path in list(&self.root.join("entries"))? {
@@ -210,8 +210,8 @@ impl Entries {
     }
 }
 
-fn sync_folder(folder: &Path) -> Result<()> {
-    File::open(folder).and_then(|folder| folder.sync_all()).doing("sync", folder)
+fn sync_directory(directory: &Path) -> Result<()> {
+    File::open(directory).and_then(|directory| directory.sync_all()).doing("sync", directory)
 }
 
 fn read(path: &Path) -> Result<Option<Entry>> {
@@ -260,23 +260,23 @@ mod tests {
 
     #[test]
     fn entries_outlive_the_process_until_their_last_use_ends() {
-        let folder = tempfile::tempdir().unwrap();
-        let open = || Entries::open(folder.path()).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let open = || Entries::open(directory.path()).unwrap();
         let (entries, unused, entry) = (open(), entry("b"), entry("c"));
         entries.put(&unused).unwrap();
-        assert!(matches!(Entries::open(folder.path()), Err(Error::InUse(_))));
+        assert!(matches!(Entries::open(directory.path()), Err(Error::InUse(_))));
         entries.put(&entry).unwrap();
         fs::write(entries.image(&entry), "not an image").unwrap();
         for is_begin in [true, true, false] {
             entries.count_use((&entry.reference, &entry.name), is_begin.then_some(&entry)).unwrap();
         }
         drop(entries);
-        fs::write(folder.path().join("entries/.new-1"), "half").unwrap();
-        fs::write(folder.path().join("layers/other.img"), "unused").unwrap();
+        fs::write(directory.path().join("entries/.new-1"), "half").unwrap();
+        fs::write(directory.path().join("layers/other.img"), "unused").unwrap();
         let entries = open();
         assert_eq!(entries.get(&entry.reference, &entry.name).unwrap(), Some(Entry { uses: 1, ..entry.clone() }));
-        assert_eq!(fs::read_dir(folder.path().join("entries")).unwrap().count(), 1);
-        assert_eq!(fs::read_dir(folder.path().join("layers")).unwrap().count(), 0, "no images");
+        assert_eq!(fs::read_dir(directory.path().join("entries")).unwrap().count(), 1);
+        assert_eq!(fs::read_dir(directory.path().join("layers")).unwrap().count(), 0, "no images");
         assert_eq!(entries.get("h/a:2", &entry.name).unwrap(), None);
         entries.count_use((&entry.reference, &entry.name), None).unwrap();
         entries.count_use((&entry.reference, &entry.name), None).unwrap();
@@ -287,13 +287,13 @@ mod tests {
 
     #[test]
     fn nothing_is_removed_if_an_entry_is_unreadable() {
-        let folder = tempfile::tempdir().unwrap();
-        let (entries, entry) = (Entries::open(folder.path()).unwrap(), entry("c"));
+        let directory = tempfile::tempdir().unwrap();
+        let (entries, entry) = (Entries::open(directory.path()).unwrap(), entry("c"));
         let image = entries.image(&entry);
         fs::write(&image, "it may be in use").unwrap();
         fs::create_dir(entries.path("h/a:1", "x")).unwrap();
         drop(entries);
-        assert!(matches!(Entries::open(folder.path()), Err(Error::Io { .. })));
+        assert!(matches!(Entries::open(directory.path()), Err(Error::Io { .. })));
         assert!(image.exists());
     }
 }

@@ -24,10 +24,10 @@ pub enum Error {
     /// An earlier attempt failed a moment ago.
     #[error("{0}")]
     Recent(String),
-    /// Another process has the folder.
-    #[error("another process uses {0}: end it, or choose another folder")]
+    /// Another process has the directory.
+    #[error("another process uses {0}: end it, or choose another directory")]
     InUse(PathBuf),
-    /// A record of the folder is damaged.
+    /// A record of the directory is damaged.
     #[error("{path} is no record of a layer; remove it")]
     Record {
         /// The record.
@@ -41,7 +41,7 @@ pub enum Error {
     Io {
         /// The attempted action, as a verb.
         action: &'static str,
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
         /// The reason.
         #[source]

@@ -53,11 +53,11 @@ pub struct LayerStore {
 }
 
 impl LayerStore {
-    /// Opens or creates the folder, and removes the data of unused layers.
+    /// Opens or creates the directory, and removes the data of unused layers.
     ///
     /// # Errors
     ///
-    /// Another process uses the folder, or it cannot be used.
+    /// Another process uses the directory, or it cannot be used.
     pub fn open(root: &Path, options: Options) -> Result<Self> {
         let entries = Entries::open(root)?;
         let (images, tree) = (Images::new(options.plain_http), Tree::new(&options));

@@ -174,12 +174,12 @@ impl Finder {
         };
         let image = self.images.find(&entry.reference, |image| place(image).is_some())?;
         let none = || Error::NoLayer { reference: entry.reference.clone(), name: entry.blob.clone() };
-        let folder = self.entries.image(entry).with_extension("blob");
-        let folder = tempfile::Builder::new()
+        let directory = self.entries.image(entry).with_extension("blob");
+        let directory = tempfile::Builder::new()
             .prefix(".new-")
-            .tempdir_in(folder.parent().unwrap_or(&folder))
-            .doing("create a folder for", &folder)?;
-        let path = folder.path().join("blob");
+            .tempdir_in(directory.parent().unwrap_or(&directory))
+            .doing("create a directory for", &directory)?;
+        let path = directory.path().join("blob");
         image.fetch_layer(place(&image).ok_or_else(none)?, &path)?;
         File::open(&path).doing("open", path)
     }

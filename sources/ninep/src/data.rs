@@ -16,7 +16,7 @@ use crate::session::OwnedFid;
 
 /// A file of the server, for its cache.
 #[derive(Debug)]
-struct Data {
+struct RemoteFile {
     shared: Weak<Shared>,
     inode: Weak<Inode>,
 }
@@ -90,12 +90,12 @@ impl Inode {
     /// Returns the file's cache, created if necessary, for a file of this size.
     pub(crate) fn cache(self: &Arc<Self>, shared: &Arc<Shared>, size: u64) -> Option<&Arc<CachedFile>> {
         let cache = shared.cache.as_ref()?;
-        let data = || Arc::new(Data { shared: Arc::downgrade(shared), inode: Arc::downgrade(self) });
+        let data = || Arc::new(RemoteFile { shared: Arc::downgrade(shared), inode: Arc::downgrade(self) });
         Some(self.cached.get_or_init(|| cache.file(data(), size)))
     }
 }
 
-impl Remote for Data {
+impl Remote for RemoteFile {
     fn message_bytes(&self) -> usize {
         self.shared.upgrade().map_or(1, |shared| Shared::message_bytes(&shared.link.current()).max(1))
     }
@@ -113,7 +113,7 @@ impl Remote for Data {
     }
 }
 
-impl Data {
+impl RemoteFile {
     fn begin(&self, what: TransferKind, offset: u64, buffer: Vec<u8>, done: Completion) {
         match (self.shared.upgrade(), self.inode.upgrade()) {
             (Some(shared), Some(inode)) => {

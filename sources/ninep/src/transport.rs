@@ -48,13 +48,13 @@ impl Unix {
     /// open only until the connection, because the server may recreate it.
     fn socket_address(&self) -> io::Result<(SockAddr, Option<OwnedFd>)> {
         let short = SockAddr::unix(&self.0);
-        let (Err(_), Some(folder), Some(name)) = (&short, self.0.parent(), self.0.file_name()) else {
+        let (Err(_), Some(directory), Some(name)) = (&short, self.0.parent(), self.0.file_name()) else {
             return Ok((short?, None));
         };
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let folder = rustix::fs::openat(CWD, folder, flags, Mode::empty())?;
-        let path = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(name);
-        Ok((SockAddr::unix(path)?, Some(folder)))
+        let directory = rustix::fs::openat(CWD, directory, flags, Mode::empty())?;
+        let path = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd())).join(name);
+        Ok((SockAddr::unix(path)?, Some(directory)))
     }
 }
 
@@ -64,7 +64,7 @@ impl Transport for Unix {
         // The timeout applies to connect, too, which waits while the server's backlog is full. A non-blocking connect
         // would fail at once, with nothing to poll for.
         socket.set_write_timeout(Some(timeout))?;
-        let (address, _folder) = self.socket_address()?;
+        let (address, _directory) = self.socket_address()?;
         socket.connect(&address).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "it takes no connections"),
             _ => error,
@@ -167,11 +167,11 @@ mod tests {
 
     #[test]
     fn a_socket_with_a_long_path_is_reached() {
-        let folder = tempfile::tempdir().unwrap();
-        let long = folder.path().join("x".repeat(100));
+        let directory = tempfile::tempdir().unwrap();
+        let long = directory.path().join("x".repeat(100));
         std::fs::create_dir(&long).unwrap();
-        let folder = std::fs::File::open(&long).unwrap();
-        let short = format!("/proc/self/fd/{}/s", folder.as_raw_fd());
+        let directory = std::fs::File::open(&long).unwrap();
+        let short = format!("/proc/self/fd/{}/s", directory.as_raw_fd());
         let _listener = UnixListener::bind(short).unwrap();
         Unix(long.join("s")).connect(Duration::from_secs(5)).unwrap();
         let missing = Unix(long.join("t")).connect(Duration::from_secs(5)).unwrap_err();

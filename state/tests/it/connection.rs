@@ -8,27 +8,27 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use ferry_state::{Commit, FRONT_END_AWAITED, Folder, Geometry, Init, KeeperConnection, SessionStore};
+use ferry_state::{Commit, Directory, FRONT_END_AWAITED, Geometry, Init, KeeperConnection, SessionStore};
 use rustix::event::{EventfdFlags, eventfd};
 
 /// A keeper in a thread.
 struct Keeper {
-    state: Folder,
+    state: Directory,
     thread: JoinHandle<()>,
     /// Ends the keeper when it becomes readable.
     end: OwnedFd,
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
 }
 
 impl Keeper {
     fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let state = Folder::open(&folder.path().join("state")).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let state = Directory::open(&directory.path().join("state")).unwrap();
         let listener = ferry_state::listen(&state).unwrap();
         let end = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let its_end = end.try_clone().unwrap();
         let thread = std::thread::spawn(move || ferry_state::keep(&listener, &its_end).unwrap());
-        Self { state, thread, end, _folder: folder }
+        Self { state, thread, end, _directory: directory }
     }
 
     /// A server that begins.

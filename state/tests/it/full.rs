@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use ferry_state::{Commit, Folder, Geometry, KeeperConnection, SessionStore};
+use ferry_state::{Commit, Directory, Geometry, KeeperConnection, SessionStore};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, socket_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -15,9 +15,9 @@ fn a_keeper_without_descriptors_waits_until_there_are_some() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("state/keeper");
-    let state = Folder::open(&folder.path().join("state")).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("state/keeper");
+    let state = Directory::open(&directory.path().join("state")).unwrap();
     let listener = ferry_state::listen(&state).unwrap();
     let keeper =
         std::thread::spawn(move || ferry_state::keep(&listener, &eventfd(0, EventfdFlags::CLOEXEC).unwrap()).unwrap());

@@ -3,6 +3,6 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 mod connection;
-mod folder;
+mod directory;
 mod full;
 mod room;

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use ferry_state::{Commit, Folder, Geometry, KeeperConnection, KeeperError, SessionStore};
+use ferry_state::{Commit, Directory, Geometry, KeeperConnection, KeeperError, SessionStore};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -16,8 +16,8 @@ fn descriptors_that_one_server_cannot_hold_are_kept_for_the_next() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let state = Folder::open(&folder.path().join("state")).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let state = Directory::open(&directory.path().join("state")).unwrap();
     let listener = ferry_state::listen(&state).unwrap();
     let keeper =
         std::thread::spawn(move || ferry_state::keep(&listener, &eventfd(0, EventfdFlags::CLOEXEC).unwrap()).unwrap());

@@ -24,8 +24,8 @@ import (
 
 // start runs the program that SNAPSHOTTER names on a root, with what IMAGES sets.
 func start(_ context.Context, root string) (snapshots.Snapshotter, func() error, error) {
-	folder := filepath.Dir(root)
-	socket, config := filepath.Join(folder, "s"), filepath.Join(folder, "config.toml")
+	directory := filepath.Dir(root)
+	socket, config := filepath.Join(directory, "s"), filepath.Join(directory, "config.toml")
 	if err := os.WriteFile(config, []byte("images = \""+os.Getenv("IMAGES")+"\"\n"), 0o600); err != nil {
 		return nil, nil, err
 	}
@@ -65,13 +65,13 @@ func TestSuite(t *testing.T) {
 
 // A container with users of its own, whether layers are directories or images.
 func TestIDMap(t *testing.T) {
-	folder, context := t.TempDir(), context.Background()
-	snapshotter, stop, err := start(context, filepath.Join(folder, "root"))
+	directory, context := t.TempDir(), context.Background()
+	snapshotter, stop, err := start(context, filepath.Join(directory, "root"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer stop()
-	target := filepath.Join(folder, "at")
+	target := filepath.Join(directory, "at")
 	if err := os.Mkdir(target, 0o755); err != nil {
 		t.Fatal(err)
 	}

@@ -7,7 +7,7 @@ use tempfile::TempDir;
 
 use crate::inside::InnerProcess;
 use crate::mounts::{RunningProgram, ferry};
-use crate::{Place, folder};
+use crate::{Place, directory};
 
 /// How long the program may take until it listens.
 const START: Duration = Duration::from_secs(60);
@@ -23,7 +23,7 @@ pub struct Process {
     pub socket: PathBuf,
     args: Vec<String>,
     started: RunningProgram,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl Process {
@@ -32,21 +32,21 @@ impl Process {
     /// # Panics
     /// When the program does not offer it.
     pub fn new(place: Place, bytes: u64, args: &[&str]) -> Self {
-        let folder = folder(place);
-        let file = folder.path().join("disk");
+        let directory = directory(place);
+        let file = directory.path().join("disk");
         ferry_disk::grow(&file, bytes, &ferry_disk::Options::default()).unwrap();
-        Self::of(file, folder, args)
+        Self::of(file, directory, args)
     }
 
-    /// Offers a file or device; the folder is where the socket goes, and is removed afterwards.
+    /// Offers a file or device; the directory is where the socket goes, and is removed afterwards.
     ///
     /// # Panics
     /// When the program does not offer it.
-    pub fn of(file: PathBuf, folder: TempDir, args: &[&str]) -> Self {
-        let socket = folder.path().join("s");
+    pub fn of(file: PathBuf, directory: TempDir, args: &[&str]) -> Self {
+        let socket = directory.path().join("s");
         let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
         let started = start(&file, &socket, &args);
-        Self { file, socket, args, started, _folder: folder }
+        Self { file, socket, args, started, _directory: directory }
     }
 
     /// Kills the program with SIGKILL. When this returns, it has ended, and so has its process inside the sandbox, which ends a

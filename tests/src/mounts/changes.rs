@@ -68,12 +68,12 @@ pub fn each_change(one: &Path, two: &Path, late: &mut Vec<String>) {
     shows("a rename over a name", late, || text("moved") == "other" && !two.join("other").exists());
     fs::remove_file(one.join("link")).unwrap();
     shows("a removed name", late, || !two.join("link").exists());
-    fs::create_dir_all(one.join("folder/inside")).unwrap();
-    shows("a folder", late, || names("folder") == 1);
-    fs::rename(one.join("folder/inside"), one.join("out")).unwrap();
-    shows("a folder moved out", late, || names("folder") == 0 && names("out") == 0);
-    fs::remove_dir(one.join("folder")).unwrap();
-    shows("a removed folder", late, || names("folder") == usize::MAX);
+    fs::create_dir_all(one.join("directory/inside")).unwrap();
+    shows("a directory", late, || names("directory") == 1);
+    fs::rename(one.join("directory/inside"), one.join("out")).unwrap();
+    shows("a directory moved out", late, || names("directory") == 0 && names("out") == 0);
+    fs::remove_dir(one.join("directory")).unwrap();
+    shows("a removed directory", late, || names("directory") == usize::MAX);
     symlink("there", one.join("sign")).unwrap();
     shows("a symbolic link", late, || fs::read_link(two.join("sign")).is_ok_and(|to| to == Path::new("there")));
     fs::remove_file(one.join("sign")).unwrap();

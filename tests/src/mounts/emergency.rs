@@ -25,7 +25,7 @@ impl Emergency {
         Self { mountpoint: mountpoint.into(), server }
     }
 
-    /// The folder of the FUSE connection's controls, while it is mounted.
+    /// The directory of the FUSE connection's controls, while it is mounted.
     pub fn controls(&self) -> Option<PathBuf> {
         let entry = mount_entry(&self.mountpoint)?;
         let device = entry.split(' ').nth(2)?;

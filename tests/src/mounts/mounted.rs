@@ -11,7 +11,7 @@ use super::{
     Cell, Emergency, NinePServer, RunningProgram, ServerVendor, Site, Source, Transport, Watchdog, WithUring, ferry,
     mount_entry, with_uring,
 };
-use crate::{Place, SETTLE, folder};
+use crate::{Place, SETTLE, directory};
 
 /// How long the program may take until it has mounted.
 const START: Duration = Duration::from_secs(30);
@@ -55,7 +55,7 @@ pub struct Mounted {
     watchdog: Watchdog,
     /// The 9P server below, if it is one, unless it was there before.
     pub remote: Option<NinePServer>,
-    folder: Option<TempDir>,
+    directory: Option<TempDir>,
     _uring: Option<WithUring>,
 }
 
@@ -103,7 +103,7 @@ impl Mounted {
         })
     }
 
-    /// Mounts in a folder of its own, if that can be done here.
+    /// Mounts in a directory of its own, if that can be done here.
     fn fresh(cell: &Cell, options: &MountOptions, mount: impl FnOnce(&Path) -> Option<Self>) -> Option<Self> {
         let uring = match super::missing() {
             Some(missing) => Err(missing),
@@ -115,13 +115,13 @@ impl Mounted {
             ferry_skip::skip!("{cell}: {why}");
             return None;
         }
-        let folder = folder(options.place);
+        let directory = directory(options.place);
         // Suites act as other users, too.
-        std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        let path = folder.path().join("mnt");
+        std::fs::set_permissions(directory.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let path = directory.path().join("mnt");
         std::fs::create_dir(&path).unwrap();
         let mut mounted = mount(&path)?;
-        mounted.folder = Some(folder);
+        mounted.directory = Some(directory);
         mounted._uring = uring.ok();
         mounted.assert_as_asked();
         Some(mounted)
@@ -169,7 +169,8 @@ impl Mounted {
         let watchdog = Watchdog::new(emergency.clone(), limit);
         let site = Site::new(mountpoint, emergency.clone());
         let below = mountpoint.with_file_name(BELOW);
-        let mounted = Self { cell, site, below, emergency, server, watchdog, remote: None, folder: None, _uring: None };
+        let mounted =
+            Self { cell, site, below, emergency, server, watchdog, remote: None, directory: None, _uring: None };
         mounted.wait_for_mount();
         mounted
     }

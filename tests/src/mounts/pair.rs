@@ -13,7 +13,7 @@ use super::{
     Cell, Emergency, NinePServer, RunningProgram, Site, Transport, Watchdog, WithUring, assert_nothing_left, ferry,
     mount_entry,
 };
-use crate::{Place, SETTLE, folder};
+use crate::{Place, SETTLE, directory};
 
 /// How long the program may take until both are there.
 const START: Duration = Duration::from_secs(30);
@@ -27,7 +27,7 @@ pub struct Pair {
     watchdogs: [Watchdog; 2],
     server: Arc<Mutex<RunningProgram>>,
     _remote: Option<NinePServer>,
-    _folders: [TempDir; 2],
+    _directories: [TempDir; 2],
     _uring: Option<WithUring>,
 }
 
@@ -56,9 +56,9 @@ impl Pair {
             ferry_skip::skip!("{} and {}: {why}", cells[0], cells[1]);
             return None;
         }
-        let folders = [folder(Place::Disk), folder(Place::Disk)];
-        let (source, remote) = prepare(cells[0].source, &folders[0].path().join("below"))?;
-        let paths = folders.each_ref().map(|folder| folder.path().join("mnt"));
+        let directories = [directory(Place::Disk), directory(Place::Disk)];
+        let (source, remote) = prepare(cells[0].source, &directories[0].path().join("below"))?;
+        let paths = directories.each_ref().map(|directory| directory.path().join("mnt"));
         let mut command = ferry(["share"]);
         for ((cell, path), args) in cells.iter().zip(&paths).zip(args) {
             std::fs::create_dir(path).unwrap();
@@ -70,8 +70,8 @@ impl Pair {
         let emergencies = paths.each_ref().map(emergency);
         let watchdogs = emergencies.each_ref().map(|emergency| Watchdog::new(emergency.clone(), limit));
         let sites = [0, 1].map(|number| Site::new(&paths[number], emergencies[number].clone()));
-        let (_remote, _folders, _uring) = (remote, folders, uring.ok());
-        let pair = Self { sites, emergencies, watchdogs, server, _remote, _folders, _uring };
+        let (_remote, _directories, _uring) = (remote, directories, uring.ok());
+        let pair = Self { sites, emergencies, watchdogs, server, _remote, _directories, _uring };
         pair.wait_for_mounts();
         Some(pair)
     }
@@ -111,7 +111,7 @@ impl Pair {
         self.server.lock().unwrap_or_else(PoisonError::into_inner).wait(limit)
     }
 
-    /// The folders of the controls of both connections.
+    /// The directories of the controls of both connections.
     ///
     /// # Panics
     /// When one is not mounted.

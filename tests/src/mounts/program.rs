@@ -22,7 +22,7 @@ pub fn program() -> &'static Path {
         if let Some(path) = std::env::var_os("FERRY_BIN") {
             return path.into();
         }
-        // Tests are in the folder `deps` of their profile's folder.
+        // Tests are in the directory `deps` of their profile's directory.
         let test = std::env::current_exe().unwrap();
         let profile = test.ancestors().find(|path| path.join("deps").is_dir()).expect("tests are built by cargo");
         let path = profile.join("ferry");
@@ -32,7 +32,7 @@ pub fn program() -> &'static Path {
             let status = Command::new(env!("CARGO"))
                 .args(["build", "--locked", "-p", "ferry", "--profile", name])
                 .arg("--target-dir")
-                .arg(profile.parent().expect("a profile's folder is below the target folder"))
+                .arg(profile.parent().expect("a profile's directory is below the target directory"))
                 .current_dir(env!("CARGO_MANIFEST_DIR"))
                 .status();
             assert!(status.is_ok_and(|status| status.success()), "cannot build ferry");

@@ -34,30 +34,30 @@ pub enum ServerVendor {
     P9ufs,
 }
 
-/// A server of the folder `shared` within a folder. It is ended on drop.
+/// A server of the directory `shared` within a directory. It is ended on drop.
 #[derive(Debug)]
 pub struct NinePServer {
     maker: ServerVendor,
-    folder: PathBuf,
+    directory: PathBuf,
     /// What stands behind `9p:`.
     address: String,
     started: Option<RunningProgram>,
 }
 
 impl NinePServer {
-    /// Serves the folder `shared` below `folder`, which is made if need be. `None`, with a word why, where the program
+    /// Serves the directory `shared` below `directory`, which is made if need be. `None`, with a word why, where the program
     /// cannot be had.
     ///
     /// # Panics
     /// When it does not listen.
-    pub fn start(maker: ServerVendor, folder: &Path) -> Option<Self> {
-        let shared = folder.join("shared");
+    pub fn start(maker: ServerVendor, directory: &Path) -> Option<Self> {
+        let shared = directory.join("shared");
         std::fs::create_dir_all(&shared).unwrap();
         let address = match maker {
-            ServerVendor::Ferry | ServerVendor::P9ufs => format!("unix:{}", folder.join("s").display()),
+            ServerVendor::Ferry | ServerVendor::P9ufs => format!("unix:{}", directory.join("s").display()),
             ServerVendor::Diod => format!("tcp:{}{}", own_address(), shared.display()),
         };
-        let mut server = Self { maker, folder: folder.into(), address, started: None };
+        let mut server = Self { maker, directory: directory.into(), address, started: None };
         let mut command = server.command()?;
         server.started = Some(RunningProgram::new(command.stdin(Stdio::null())));
         server.wait_until(|server| server.listens());
@@ -69,9 +69,9 @@ impl NinePServer {
         &self.address
     }
 
-    /// The folder that it serves.
+    /// The directory that it serves.
     pub fn shared(&self) -> PathBuf {
-        self.folder.join("shared")
+        self.directory.join("shared")
     }
 
     /// Kills it as `kill -9` does, and waits until it serves again. Ours only.
@@ -118,7 +118,7 @@ impl NinePServer {
     }
 
     fn pid_file(&self) -> PathBuf {
-        self.folder.join("pid")
+        self.directory.join("pid")
     }
 
     fn wait_until(&self, is_so: impl Fn(&Self) -> bool) {

@@ -9,40 +9,40 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::Emergency;
 use super::program::{text, wait};
-use crate::{GuestResult, Place, folder};
+use crate::{GuestResult, Place, directory};
 
 /// How long something that was killed may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
 
-/// A folder to try, and what to do should a program hang in it.
+/// A directory to try, and what to do should a program hang in it.
 #[derive(Debug, Clone)]
 pub struct Site {
-    /// The folder.
+    /// The directory.
     pub path: PathBuf,
     emergency: Option<Emergency>,
 }
 
 impl Site {
-    /// A folder that is on a mount.
+    /// A directory that is on a mount.
     pub fn new(path: &Path, emergency: Emergency) -> Self {
         Self { path: path.into(), emergency: Some(emergency) }
     }
 
-    /// A folder of the host's own, as a reference: what fails there is not Ferry's fault.
+    /// A directory of the host's own, as a reference: what fails there is not Ferry's fault.
     pub fn on_host(path: &Path) -> Self {
         Self { path: path.into(), emergency: None }
     }
 
-    /// Runs a shell script in the folder. `SCRATCH` is a folder outside of it.
+    /// Runs a shell script in the directory. `SCRATCH` is a directory outside of it.
     #[track_caller]
     pub fn sh(&self, script: &str, limit: Duration) -> GuestResult {
-        let scratch = folder(Place::Disk);
+        let scratch = directory(Place::Disk);
         let mut command = Command::new("sh");
         command.args(["-euc", script]).env("SCRATCH", scratch.path());
         self.run(&mut command, limit)
     }
 
-    /// Runs a program in the folder.
+    /// Runs a program in the directory.
     ///
     /// # Panics
     /// When it takes longer than `limit`; the mount is ended then.
@@ -64,7 +64,7 @@ impl Site {
         GuestResult { status, out, err, took: begin.elapsed() }
     }
 
-    /// Starts a program in the folder, in a process group of its own.
+    /// Starts a program in the directory, in a process group of its own.
     #[track_caller]
     pub fn spawn(&self, command: &mut Command) -> Child {
         command.current_dir(&self.path).process_group(0);

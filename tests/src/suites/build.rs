@@ -1,19 +1,19 @@
-//! A tree of C sources built as a kernel is: folders with headers of their own, dependency files, archives, `make -j`.
+//! A tree of C sources built as a kernel is: directories with headers of their own, dependency files, archives, `make -j`.
 
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-/// Folders of the tree, each of which becomes an archive.
-const FOLDERS: u32 = 10;
+/// Directories of the tree, each of which becomes an archive.
+const DIRECTORIES: u32 = 10;
 
 const MAKEFILE: &str = r"
 CC := gcc
 CFLAGS := -O0 -w -Iinclude -MMD -MP
-folders := $(sort $(patsubst %/,%,$(dir $(wildcard sub*/*.c))))
+directories := $(sort $(patsubst %/,%,$(dir $(wildcard sub*/*.c))))
 sources := $(wildcard sub*/*.c)
 objects := $(sources:.c=.o)
-archives := $(foreach folder,$(folders),$(folder)/built-in.a)
+archives := $(foreach directory,$(directories),$(directory)/built-in.a)
 
 vmtiny: main.o $(archives)
 	@echo LD $@
@@ -28,7 +28,7 @@ $(1)/built-in.a: $(filter $(1)/%,$(objects))
 	@echo AR $$@
 	@rm -f $$@ && ar rcD $$@ $$^
 endef
-$(foreach folder,$(folders),$(eval $(call archive,$(folder))))
+$(foreach directory,$(directories),$(eval $(call archive,$(directory))))
 
 .PHONY: clean
 clean:
@@ -74,21 +74,21 @@ pub fn write_tree(root: &Path, files: u32) -> std::io::Result<()> {
     let mut main = String::from("#include <stdio.h>\n#include <all.h>\n");
     main.push_str("uint64_t mix(uint64_t sum, uint64_t with) { return sum * 31 + with; }\n");
     let mut calls = String::new();
-    for folder in 0..FOLDERS {
-        fs::create_dir_all(root.join(format!("sub{folder}")))?;
-        let mut header = format!("#include <all.h>\n#define STEP 1\n#define FOLDER {folder}\n");
-        for file in (folder..files).step_by(FOLDERS as usize) {
+    for directory in 0..DIRECTORIES {
+        fs::create_dir_all(root.join(format!("sub{directory}")))?;
+        let mut header = format!("#include <all.h>\n#define STEP 1\n#define DIR {directory}\n");
+        for file in (directory..files).step_by(DIRECTORIES as usize) {
             writeln!(header, "uint64_t f{file}(uint64_t sum);").expect("a string takes all");
             writeln!(calls, "    sum = f{file}(sum);").expect("a string takes all");
             let source = format!(
-                "#include <sub{folder}.h>\nstatic const char text[] = \"file {file}\";\n\
-                 uint64_t f{file}(uint64_t sum) {{ return mix(sum + STEP, FOLDER + text[{}]); }}\n",
+                "#include <sub{directory}.h>\nstatic const char text[] = \"file {file}\";\n\
+                 uint64_t f{file}(uint64_t sum) {{ return mix(sum + STEP, DIR + text[{}]); }}\n",
                 file % 7
             );
-            fs::write(root.join(format!("sub{folder}/f{file}.c")), source)?;
+            fs::write(root.join(format!("sub{directory}/f{file}.c")), source)?;
         }
-        fs::write(root.join(format!("include/sub{folder}.h")), header)?;
-        writeln!(main, "#include <sub{folder}.h>\n#undef STEP\n#undef FOLDER").expect("a string takes all");
+        fs::write(root.join(format!("include/sub{directory}.h")), header)?;
+        writeln!(main, "#include <sub{directory}.h>\n#undef STEP\n#undef DIR").expect("a string takes all");
     }
     write!(main, "int main(void) {{\n    uint64_t sum = 1;\n{calls}").expect("a string takes all");
     main.push_str("    printf(\"%llx\\n\", (unsigned long long)sum);\n    return 0;\n}\n");

@@ -47,7 +47,7 @@ allow_remount = REMOUNT
 entries = [["nobody", "nogroup"], ["daemon", "daemon"]]
 "#;
 
-/// The suite's command: on the folder `target`, with `second` on another file system. `config` is the file that its
+/// The suite's command: on the directory `target`, with `second` on another file system. `config` is the file that its
 /// configuration is written to.
 pub fn command(config: &Path, target: &Path, second: &Path, remount: bool) -> Vec<OsString> {
     std::fs::write(config, CONFIG.replace("REMOUNT", &remount.to_string())).unwrap();

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use ferry_guest::Cache;
 
-/// A repository with a history of its own; `sh -euc` in an empty folder.
+/// A repository with a history of its own; `sh -euc` in an empty directory.
 pub const MAKE_REPOSITORY: &str = r#"
 git init -q -b main repo && cd repo
 git config user.email a@example.org && git config user.name a
@@ -60,13 +60,13 @@ pub fn has_sqlite() -> bool {
 /// The engines that fio tries, with what each needs beside its name.
 pub const FIO_ENGINES: &[(&str, &str)] = &[("psync", ""), ("libaio", "--direct=1 --iodepth=16"), ("mmap", "")];
 
-/// A shell line: two jobs that write and read at random in `folder` and verify every block.
-pub fn fio(folder: &Path, engine: &str, more: &str, size_mib: u32, loops: u32) -> String {
+/// A shell line: two jobs that write and read at random in `directory` and verify every block.
+pub fn fio(directory: &Path, engine: &str, more: &str, size_mib: u32, loops: u32) -> String {
     let program = Cache::from_env().unwrap().peer("fio").unwrap();
     format!(
         "{} --name=v --directory={} --size={size_mib}M --rw=randrw --bsrange=4k-64k --blockalign=4k --verify=crc32c \
          --verify_fatal=1 --do_verify=1 --numjobs=2 --ioengine={engine} {more} --loops={loops} --minimal >/dev/null",
         program.display(),
-        folder.display()
+        directory.display()
     )
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use ferry_tests::mounts::{
     Cell, ENABLE_URING, IO_URING_DISABLED, MountOptions, Mounted, Setting, Site, assert_nothing_left, ferry, missing,
 };
-use ferry_tests::{Place, alone, folder};
+use ferry_tests::{Place, alone, directory};
 
 /// Longer than anything here takes that does not hang.
 const SOON: Duration = Duration::from_secs(30);
@@ -27,8 +27,8 @@ fn explained(mountpoint: &Path) -> String {
 fn falls_back(words: &[&str]) {
     for source in ["mem", "dir", "pmem"] {
         let cell: Cell = format!("{source}_auto").parse().unwrap();
-        let folder = folder(Place::Disk);
-        let at = folder.path().join("mnt");
+        let directory = directory(Place::Disk);
+        let at = directory.path().join("mnt");
         fs::create_dir(&at).unwrap();
         let mounted = Mounted::again(cell, &at, &MountOptions::default());
         mounted.site.sh("seq 1 1000 >a; cp a b; cmp a b; sync; rm a; ls b", SOON).ok();
@@ -39,7 +39,7 @@ fn falls_back(words: &[&str]) {
             assert!(text.contains(word), "{source}: '{word}' is not in: {text}");
         }
         mounted.finish();
-        let host = Site::on_host(folder.path());
+        let host = Site::on_host(directory.path());
         let ran = host.run(ferry(["mount", "mem"]).arg(&at), SOON);
         let said = ran.err.clone();
         ran.ok();
@@ -94,8 +94,8 @@ fn io_uring_is_used_where_it_can_be() {
     let text = explained(&mounted.site.path);
     assert!(text.contains("Requests go through io_uring"), "{text}");
     // Its name is in the process's descriptors.
-    let folder = format!("/proc/{}/fd", mounted.server().pid().as_raw_nonzero());
-    let ran = Site::on_host(Path::new("/")).run(Command::new("ls").arg("-l").arg(folder), SOON);
+    let directory = format!("/proc/{}/fd", mounted.server().pid().as_raw_nonzero());
+    let ran = Site::on_host(Path::new("/")).run(Command::new("ls").arg("-l").arg(directory), SOON);
     assert!(ran.out.contains("io_uring"), "{}", ran.out);
     mounted.finish();
 }

@@ -135,8 +135,8 @@ fn wait_for(what: &Path, said: impl Fn() -> String) {
 
 fn migrates(flags: &[&str]) {
     let here = Survivor::new(Place::Disk, &[&["--tag", "t"], flags].concat());
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     let (monitor, way) = (at("here.qmp"), at("way"));
     fs::write(here.path.join("host-file"), "first and last").unwrap();
     let script = format!("head -c {LARGE_BYTES} /dev/urandom >large; sha256sum large >large.sum");

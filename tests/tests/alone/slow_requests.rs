@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, ROOT, Ticket};
 use ferry_tests::delays::{ALL, BYTES, Client, FLOOR, Mounted, SLOW_MAX, SlowCall, assert_undisturbed};
-use ferry_tests::{Cache, Options, Place, Share, TIMEOUT, alone, folder};
+use ferry_tests::{Cache, Options, Place, Share, TIMEOUT, alone, directory};
 use ferry_wire::fuse::abi::{GetattrIn, Opcode, OpenIn, ReadIn, WriteIn};
 use zerocopy::IntoBytes;
 
@@ -23,7 +23,7 @@ struct Guest {
 impl Guest {
     fn start(mounted: &Mounted) -> Self {
         let options = Options { queues: 1, cache: Cache::None, ..Options::default() };
-        let share = Share::of(&mounted.path, folder(Place::Memory), ferry_dir::Options::default(), options);
+        let share = Share::of(&mounted.path, directory(Place::Memory), ferry_dir::Options::default(), options);
         let config = Config { queues: 1, memory_bytes: 64 << 20, ..Config::default() };
         let mut driver = Driver::connect(&share.socket, config).unwrap();
         driver.init().unwrap();
@@ -93,14 +93,14 @@ fn slow_requests_delay_no_others() {
 /// An ext4 of its own on a loop device that makes writers wait as soon as a little waits to be written.
 struct ThrottledDisk {
     at: std::path::PathBuf,
-    folder: Option<tempfile::TempDir>,
+    directory: Option<tempfile::TempDir>,
 }
 
 impl ThrottledDisk {
     /// `None` where that cannot be had.
     fn mount() -> Option<Self> {
-        let folder = folder(Place::Disk);
-        let (image, at) = (folder.path().join("image"), folder.path().join("ext4"));
+        let directory = directory(Place::Disk);
+        let (image, at) = (directory.path().join("image"), directory.path().join("ext4"));
         fs::create_dir(&at).unwrap();
         fs::File::create(&image).unwrap().set_len(1 << 30).unwrap();
         let run = |program: &str, args: &[&std::ffi::OsStr]| {
@@ -115,7 +115,7 @@ impl ThrottledDisk {
             ferry_skip::skip!("no ext4 can be mounted here (root, mkfs.ext4, loop devices)");
             return None;
         }
-        let mounted = Self { at, folder: Some(folder) };
+        let mounted = Self { at, directory: Some(directory) };
         let device = rustix::fs::stat(&mounted.at).unwrap().st_dev;
         let bdi = format!("/sys/class/bdi/{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
         let limits = fs::write(format!("{bdi}/strict_limit"), "1")
@@ -131,7 +131,7 @@ impl ThrottledDisk {
 impl Drop for ThrottledDisk {
     fn drop(&mut self) {
         let _ = std::process::Command::new("umount").arg("-l").arg(&self.at).status();
-        drop(self.folder.take());
+        drop(self.directory.take());
     }
 }
 
@@ -146,7 +146,7 @@ fn throttled_buffered_writes_delay_no_other_request() {
     fs::write(throttled.at.join("big"), "").unwrap();
     let share = Share::of(
         &throttled.at,
-        folder(Place::Memory),
+        directory(Place::Memory),
         ferry_dir::Options::default(),
         Options { queues: 1, cache: Cache::None, ..Options::default() },
     );

@@ -9,7 +9,7 @@ use std::time::Duration;
 use ferry_driver::{Config, Driver};
 use ferry_ninep::{DeviceOptions, Export, Options};
 use ferry_tests::delays::{ALL, BYTES, Client, Mounted, SLOW_MAX, SlowCall, assert_undisturbed};
-use ferry_tests::{Dir, Place, TIMEOUT, alone, folder};
+use ferry_tests::{Dir, Place, TIMEOUT, alone, directory};
 use ferry_vfs::{FileSystem, Name, OFlags};
 use ferry_wire::ninep::*;
 use tempfile::TempDir;
@@ -37,15 +37,15 @@ struct Guest {
     closed: Vec<Vec<Fid>>,
     next_closed: u32,
     _export: Export,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl Guest {
     fn start(mounted: &Mounted, is_device: bool) -> Self {
-        let folder = folder(Place::Memory);
+        let directory = directory(Place::Memory);
         let dir = Dir::open(&mounted.path, ferry_dir::Options::default()).unwrap();
         let source = Arc::new(dir) as Arc<dyn FileSystem>;
-        let socket = folder.path().join("s");
+        let socket = directory.path().join("s");
         let listener = UnixListener::bind(&socket).unwrap();
         let options = Options::default();
         let export = match is_device {
@@ -63,7 +63,7 @@ impl Guest {
             Link::Socket(stream)
         };
         let (closed, next_closed) = (vec![Vec::new(); SLOW_MAX + 1], FIRST_CLOSED);
-        let mut guest = Self { link, next_tag: 0, closed, next_closed, _export: export, _folder: folder };
+        let mut guest = Self { link, next_tag: 0, closed, next_closed, _export: export, _directory: directory };
         guest.ask(Tag::NONE, &Request::Version { msize: MSIZE, version: VERSION });
         let user = User { name: b"", uid: Some(0) };
         guest.ask(Tag(0), &Request::Attach { fid: ROOT, afid: Fid::NONE, user, tree: b"" });

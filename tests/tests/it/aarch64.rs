@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferry_tests::guest::Arch;
 use ferry_tests::mounts::{ServerVendor, Source};
-use ferry_tests::{Cache, Kind, Options, Place, Share, alone, folder, run, static_program};
+use ferry_tests::{Cache, Kind, Options, Place, Share, alone, directory, run, static_program};
 
 use crate::events::Watched;
 use crate::{mounts_suites, ninep};
@@ -84,7 +84,7 @@ fn sources_and_exports_pass_the_probe() {
     let share = Share::with(Place::Disk, Options::default());
     fs::copy(ferry, share.path.join("ferry")).unwrap();
     fs::copy(probe, share.path.join("ferry-probe")).unwrap();
-    let scratch = folder(Place::Disk);
+    let scratch = directory(Place::Disk);
     let disk = scratch.path().join("disk");
     let mkfs = Command::new("/sbin/mke2fs").args(["-q", "-t", "ext4"]).arg(&disk).arg("1G").status().unwrap();
     assert!(mkfs.success());

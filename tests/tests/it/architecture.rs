@@ -19,8 +19,8 @@ fn text(path: &Path) -> String {
 fn pages() -> Vec<PathBuf> {
     let docs = root().join("docs");
     let mut found = vec![root().join("ARCHITECTURE.md"), docs.join("conformance.md")];
-    for folder in ["design", "conformance"] {
-        let Ok(entries) = fs::read_dir(docs.join(folder)) else { continue };
+    for directory in ["design", "conformance"] {
+        let Ok(entries) = fs::read_dir(docs.join(directory)) else { continue };
         found.extend(entries.map(|entry| entry.expect("docs can be listed").path()));
     }
     found.retain(|path| path.extension().is_some_and(|end| end == "md"));
@@ -192,7 +192,8 @@ fn every_named_file_exists_and_has_the_named_items() {
 #[test]
 fn every_design_page_is_listed() {
     let index = text(&root().join("docs/design/README.md"));
-    let pages = pages().into_iter().filter(|page| page.parent().is_some_and(|folder| folder.ends_with("docs/design")));
+    let pages =
+        pages().into_iter().filter(|page| page.parent().is_some_and(|directory| directory.ends_with("docs/design")));
     let names = pages.map(|page| page.file_name().unwrap_or_default().to_string_lossy().into_owned());
     let missing: Vec<_> = names.filter(|name| name != "README.md" && !index.contains(&format!("({name})"))).collect();
     assert!(missing.is_empty(), "docs/design/README.md does not list {missing:?}");

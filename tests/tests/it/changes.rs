@@ -531,7 +531,7 @@ fn servers_of_other_users_cannot_be_changed() {
         assert!(!output.status.success(), "{line:?}: {output:?}");
     }
     assert!(!Path::new("/tmp/ferry-other.sock").exists());
-    // The folder of the sockets keeps others out, and so does the manager.
+    // The directory of the sockets keeps others out, and so does the manager.
     let manager = served.home.at("ferry").join(format!("{pid}.manager"));
     let mode = |path: &Path| std::os::unix::fs::PermissionsExt::mode(&fs::metadata(path).unwrap().permissions());
     assert_eq!((mode(&manager) & 0o777, mode(manager.parent().unwrap()) & 0o777), (0o600, 0o700));

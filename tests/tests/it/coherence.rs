@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ferry_tests::mounts::{Cell, MountOptions, Mounted, Pair, each_change, ferry, missing};
-use ferry_tests::{Place, folder, on_cells};
+use ferry_tests::{Place, directory, on_cells};
 
 /// What a busy machine may add to any bound.
 const SLACK: Duration = Duration::from_secs(20);
@@ -39,7 +39,7 @@ on_cells!(host_changes: quick [dir_devfuse_always, dir_uring_always, dir_passthr
 /// Two processes: each hears of the other's changes from the host.
 fn process_changes(cells: [&str; 2]) {
     let [one, two]: [Cell; 2] = cells.map(|name| name.parse().unwrap());
-    let shared = folder(Place::Disk);
+    let shared = directory(Place::Disk);
     let Some(first) = Mounted::of_dir(shared.path(), &one, &options(&[])) else { return };
     let Some(second) = Mounted::of_dir(shared.path(), &two, &options(&[])) else { return };
     let mut late = Vec::new();
@@ -64,7 +64,7 @@ fn two_processes_with_passthrough() {
 
 /// An open shows the current size of a file, however long the mount's kernel may cache attributes.
 fn opened_now(cell: &Cell) {
-    let shared = folder(Place::Disk);
+    let shared = directory(Place::Disk);
     let kept = ["--attr-timeout", "1000", "--entry-timeout", "1000", "--watch", "never"];
     let Some(mounted) = Mounted::of_dir(shared.path(), cell, &options(&kept)) else { return };
     fs::create_dir_all(shared.path().join("a/b")).unwrap();
@@ -216,7 +216,7 @@ fn can_prune() -> bool {
 /// Two processes, and the host.
 fn two_processes(on: bool) {
     for cache in MODES {
-        let shared = folder(Place::Disk);
+        let shared = directory(Place::Disk);
         let start = || Mounted::of_dir(shared.path(), &cell(cache, on), &options(&[]));
         let (Some(first), Some(second)) = (start(), start()) else { return };
         let what = format!("two processes, cache={cache}{}", if on { ", writeback" } else { "" });
@@ -309,7 +309,7 @@ fn only_directories_are_watched() {
         ferry_skip::skip!("{why}");
         return;
     }
-    let shared = folder(Place::Disk);
+    let shared = directory(Place::Disk);
     let mountpoint = shared.path().join("mnt");
     fs::create_dir(&mountpoint).unwrap();
     let mut command = ferry(["share", "mem", "--mount"]);

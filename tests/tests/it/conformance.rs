@@ -20,15 +20,15 @@ fn rows(page: &str) -> Vec<(Vec<&str>, Vec<&str>)> {
     with_code.filter(|(code, _)| !code.is_empty()).collect()
 }
 
-/// The source of a module of tests, wherever it lies below the folder.
-fn module(folder: &Path, name: &str) -> Option<String> {
+/// The source of a module of tests, wherever it lies below the directory.
+fn module(directory: &Path, name: &str) -> Option<String> {
     let entries =
-        fs::read_dir(folder).expect("tests can be listed").map(|entry| entry.expect("tests can be listed").path());
-    let (folders, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_dir());
+        fs::read_dir(directory).expect("tests can be listed").map(|entry| entry.expect("tests can be listed").path());
+    let (directories, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_dir());
     let own = files.iter().find(|path| path.file_name().is_some_and(|file| file == format!("{name}.rs").as_str()));
     match own {
         Some(path) => fs::read_to_string(path).ok(),
-        None => folders.iter().find_map(|folder| module(folder, name)),
+        None => directories.iter().find_map(|directory| module(directory, name)),
     }
 }
 
@@ -54,9 +54,9 @@ fn every_row_names_tests_that_exist() {
 
 #[test]
 fn results_are_put_into_the_rows_that_they_are_of() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let directory = tempfile::tempdir().expect("a temporary directory");
     let (copy, log, table) =
-        (folder.path().join("page.md"), folder.path().join("test-all.log"), folder.path().join("table"));
+        (directory.path().join("page.md"), directory.path().join("test-all.log"), directory.path().join("table"));
     let head = "| suite | what runs | date | commit | passed | failed | skipped | why |";
     let rule = "| --- | --- | --- | --- | --- | --- | --- | --- |";
     let untouched = "| `qemu` | QEMU | 2026-01-02 | abc | 1 | 0 | 0 | |";
@@ -66,7 +66,7 @@ fn results_are_put_into_the_rows_that_they_are_of() {
         "| xfstests `dir-uring` | a directory | | | | | | |",
         untouched,
     ];
-    let write = |path: &Path, text: &str| fs::write(path, text).expect("a file in a temporary folder");
+    let write = |path: &Path, text: &str| fs::write(path, text).expect("a file in a temporary directory");
     write(&copy, &format!("# Title\n\n{head}\n{rule}\n{}\n", rows.join("\n")));
     write(
         &log,
@@ -99,7 +99,7 @@ fn results_are_put_into_the_rows_that_they_are_of() {
     ];
     let rewritten = fs::read_to_string(&copy).expect("the copy is there");
     assert_eq!(rewritten, format!("# Title\n\n{head}\n{rule}\n{}\n", expected.join("\n")));
-    let left = fs::read_dir(folder.path()).expect("the folder can be listed").count();
+    let left = fs::read_dir(directory.path()).expect("the directory can be listed").count();
     assert_eq!(left, 3, "the script leaves nothing else");
 }
 

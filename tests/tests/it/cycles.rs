@@ -1,4 +1,4 @@
-//! Files and folders of a crate do not depend on each other in a cycle, so that a reader can start at the bottom.
+//! Files and directories of a crate do not depend on each other in a cycle, so that a reader can start at the bottom.
 //!
 //! The graph has an edge for each path that begins with `crate`, `super`, `self` or a child module, in `use` and elsewhere, to the file that
 //! defines the named item. Declarations (`mod`), re-exports (`pub use`), tests and method calls add no edge.
@@ -25,8 +25,8 @@ const KNOWN_FILES: &[(&str, usize)] = &[
     ("vfs", 4),
     ("vhost", 4),
 ];
-/// How many folders of a crate are in cycles. The numbers may only decrease.
-const KNOWN_FOLDERS: &[(&str, usize)] = &[];
+/// How many directories of a crate are in cycles. The numbers may only decrease.
+const KNOWN_DIRECTORIES: &[(&str, usize)] = &[];
 
 /// A path, by its names.
 type Names = Vec<String>;
@@ -258,8 +258,8 @@ fn home(path: Names, modules: &Modules, seen: &mut BTreeSet<Names>) -> Names {
 
 /// The modules of a crate, by the files below its `src`.
 fn read(src: &Path) -> Modules {
-    fn walk(folder: &Path, inside: &Names, found: &mut Vec<(Names, PathBuf)>) {
-        for entry in fs::read_dir(folder).unwrap() {
+    fn walk(directory: &Path, inside: &Names, found: &mut Vec<(Names, PathBuf)>) {
+        for entry in fs::read_dir(directory).unwrap() {
             let path = entry.unwrap().path();
             let stem = path.file_stem().unwrap().to_str().unwrap().to_owned();
             let below = [&inside[..], std::slice::from_ref(&stem)].concat();
@@ -267,7 +267,7 @@ fn read(src: &Path) -> Modules {
                 walk(&path, &below, found);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
                 let is_main = inside.is_empty() && stem == "main";
-                if is_main && folder.join("lib.rs").exists() {
+                if is_main && directory.join("lib.rs").exists() {
                     continue;
                 }
                 found.push((if is_main || matches!(&*stem, "lib" | "mod") { inside.clone() } else { below }, path));
@@ -311,15 +311,15 @@ fn cycles(graph: &Graph) -> BTreeSet<Vec<Names>> {
     graph.keys().filter(|node| reach[node].contains(*node)).map(together).filter(|cycle| cycle.len() > 1).collect()
 }
 
-/// The edges between folders: between those children of a module that have modules of their own.
-fn folder_graphs(graph: &Graph) -> Graph {
-    let folders: BTreeSet<&[String]> =
+/// The edges between directories: between those children of a module that have modules of their own.
+fn directory_graphs(graph: &Graph) -> Graph {
+    let directories: BTreeSet<&[String]> =
         graph.keys().flat_map(|module| (0..module.len()).map(|length| &module[..length])).collect();
     let mut found = Graph::new();
     for (from, to) in graph.iter().flat_map(|(from, targets)| targets.iter().map(move |to| (from, to))) {
         let shared = from.iter().zip(to).take_while(|(from, to)| from == to).count();
         let (Some(from), Some(to)) = (from.get(..=shared), to.get(..=shared)) else { continue };
-        if folders.contains(from) && folders.contains(to) {
+        if directories.contains(from) && directories.contains(to) {
             found.entry(from.to_vec()).or_default().insert(to.to_vec());
         }
     }
@@ -349,33 +349,33 @@ fn compare(what: &str, found: &BTreeMap<String, (Graph, BTreeSet<Vec<Names>>)>, 
 }
 
 #[test]
-fn no_files_or_folders_of_a_crate_depend_on_each_other_in_a_cycle() {
+fn no_files_or_directories_of_a_crate_depend_on_each_other_in_a_cycle() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let manifest = fs::read_to_string(root.join("Cargo.toml")).unwrap();
     let members = manifest.split_once("members = [").unwrap().1.split_once(']').unwrap().0;
-    let (mut files, mut folders) = (BTreeMap::new(), BTreeMap::new());
+    let (mut files, mut directories) = (BTreeMap::new(), BTreeMap::new());
     for member in members.split('"').skip(1).step_by(2) {
         let src = root.join(member).join("src");
         if src.is_dir() {
             let graph = graph(&read(&src));
-            let folder_graphs = folder_graphs(&graph);
-            folders.insert(member.to_owned(), (folder_graphs.clone(), cycles(&folder_graphs)));
+            let directory_graphs = directory_graphs(&graph);
+            directories.insert(member.to_owned(), (directory_graphs.clone(), cycles(&directory_graphs)));
             files.insert(member.to_owned(), (graph.clone(), cycles(&graph)));
         }
     }
     let count: usize = files.values().flat_map(|(graph, _)| graph.values()).map(BTreeSet::len).sum();
     assert!(count > 1000, "only {count} edges were found");
     let unknown = |known: &[(&str, usize)]| known.iter().any(|(name, _)| !files.contains_key(*name));
-    assert!(!unknown(KNOWN_FOLDERS) && !unknown(KNOWN_FILES), "a crate in cycles.rs does not exist");
-    let wrong = compare("folders", &folders, KNOWN_FOLDERS) + &compare("files", &files, KNOWN_FILES);
+    assert!(!unknown(KNOWN_DIRECTORIES) && !unknown(KNOWN_FILES), "a crate in cycles.rs does not exist");
+    let wrong = compare("directories", &directories, KNOWN_DIRECTORIES) + &compare("files", &files, KNOWN_FILES);
     assert!(wrong.is_empty(), "\n{wrong}");
 }
 
 #[test]
 fn cycles_are_found_through_reexports_but_not_in_tests() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| {
-        let path = folder.path().join(name);
+        let path = directory.path().join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, text).unwrap();
     };
@@ -389,15 +389,15 @@ fn cycles_are_found_through_reexports_but_not_in_tests() {
     write("b/two.rs", "use crate::{a::B as Other, A}; pub struct B(Other, A); pub const CHAR: char = '\"';");
     write("c.rs", "fn c() { crate::b::B; } pub struct C;");
     let none: BTreeSet<Vec<Names>> = BTreeSet::new();
-    let found = graph(&read(folder.path()));
+    let found = graph(&read(directory.path()));
     let names = |text: &str| -> Names { text.split("::").map(str::to_owned).collect() };
     assert_eq!(found[&names("b::two")], [names("a::one")].into());
     assert_eq!(found[&names("c")], [names("b::two")].into());
-    assert_eq!((cycles(&found), cycles(&folder_graphs(&found))), (none.clone(), none.clone()));
-    // The folders depend on each other, though no two files do.
+    assert_eq!((cycles(&found), cycles(&directory_graphs(&found))), (none.clone(), none.clone()));
+    // The directories depend on each other, though no two files do.
     write("a/three.rs", "use super::super::b::B;");
-    let found = graph(&read(folder.path()));
-    assert_eq!((cycles(&found), cycles(&folder_graphs(&found))), (none, [vec![names("a"), names("b")]].into()));
+    let found = graph(&read(directory.path()));
+    assert_eq!((cycles(&found), cycles(&directory_graphs(&found))), (none, [vec![names("a"), names("b")]].into()));
     write("a/one.rs", "pub struct A; fn a() -> crate::b::B { todo!() }");
-    assert_eq!(cycles(&graph(&read(folder.path()))), [vec![names("a::one"), names("b::two")]].into());
+    assert_eq!(cycles(&graph(&read(directory.path()))), [vec![names("a::one"), names("b::two")]].into());
 }

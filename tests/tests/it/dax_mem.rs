@@ -8,7 +8,7 @@ use std::time::Duration;
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
 use ferry_mem::Mem;
 use ferry_tests::window::{FrontEndRequest, answer, next_wish};
-use ferry_tests::{Export, Options, Place, folder};
+use ferry_tests::{Export, Options, Place, directory};
 use ferry_vfs::FileSystem;
 use ferry_wire::fuse::abi::{
     ATTR_DAX, InitFlags, MINOR_MAX, Opcode, SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetupmappingIn,
@@ -44,9 +44,9 @@ fn a_range_truncated_by_another_guest_is_unmapped_first() {
         ferry_skip::skip!("this user may not mount a tmpfs");
         return;
     }
-    let (folder, mem) = (folder(Place::Disk), Arc::new(mem));
+    let (directory, mem) = (directory(Place::Disk), Arc::new(mem));
     let export = |name: &str| {
-        let socket = folder.path().join(name);
+        let socket = directory.path().join(name);
         let options = Options { queues: 1, tag: Some("m".parse().unwrap()), ..Options::default() };
         (Export::listen(&socket, Arc::clone(&mem) as Arc<dyn FileSystem>, options).unwrap(), socket)
     };
@@ -97,8 +97,8 @@ fn mapped_and_copied_pages_are_the_same() {
         ferry_skip::skip!("this user may not mount a tmpfs");
         return;
     }
-    let folder = folder(Place::Disk);
-    let socket = folder.path().join("s");
+    let directory = directory(Place::Disk);
+    let socket = directory.path().join("s");
     let options = Options { queues: 1, tag: Some("m".parse().unwrap()), ..Options::default() };
     let export = Export::listen(&socket, Arc::new(mem), options).unwrap();
     let config = Config { window: true, timeout: Duration::from_secs(60), ..Config::default() };

@@ -12,7 +12,7 @@ use ferry_tests::confined::ConfinedShare;
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::mounts::missing;
 use ferry_tests::window::{FrontEndRequest, answer, next_wish};
-use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, folder, guest_on, log, run};
+use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, directory, guest_on, log, run};
 use ferry_vfs::{Caller, FileSystem, Ino, Name, OFlags, SetAttr};
 use ferry_wire::fuse::abi::{
     AttrOut, CopyFileRangeIn, FATTR_SIZE, InitFlags, MINOR_MAX, Opcode, RemovemappingIn, RemovemappingOne,
@@ -229,8 +229,8 @@ fn nothing_past_the_new_end_is_mapped_when_a_file_shrinks() {
 #[test]
 fn a_server_that_confines_itself_sees_to_it_too() {
     const PART: u64 = CHUNK + 5000;
-    let folder = folder(Place::Disk);
-    let socket = folder.path().join("9p");
+    let directory = directory(Place::Disk);
+    let socket = directory.path().join("9p");
     let address = format!("unix:{}", socket.display());
     let mut server = ConfinedShare::start(&["--dax", "256M", "--queues", "1", "--9p", &address]);
     let file = server.path.join("file");
@@ -421,7 +421,7 @@ fn a_qemu_guest_outlives_the_truncation_of_a_file_that_it_has_mapped() {
     log();
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
     let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
-    let programs = Share::of(Path::new("/"), folder(Place::Disk), dir, options);
+    let programs = Share::of(Path::new("/"), directory(Place::Disk), dir, options);
     let options = Options { cache: Cache::None, queues: 1, tag: Some("d".parse().unwrap()), ..Options::default() };
     let share = Share::with(Place::Disk, options);
     for name in ["part", "whole", "other", "same"] {
@@ -437,11 +437,11 @@ fn a_qemu_guest_outlives_the_truncation_of_a_file_that_it_has_mapped() {
     guest.cwd = "/mnt/share".into();
     guest.boot_timeout = BOOT_TIMEOUT;
     let (socket, beside) = share.beside(Cache::None, 1);
-    let folder = share.path.clone();
+    let directory = share.path.clone();
     let cuts = std::thread::spawn(move || {
         for (name, size) in [("part", 3_000_000), ("whole", 0)] {
             let end = Instant::now() + TIMEOUT;
-            while std::fs::metadata(folder.join(format!("{name}.ready"))).is_err() {
+            while std::fs::metadata(directory.join(format!("{name}.ready"))).is_err() {
                 assert!(Instant::now() < end, "the guest does not map {name}");
                 std::thread::sleep(Duration::from_millis(50));
             }
@@ -451,7 +451,7 @@ fn a_qemu_guest_outlives_the_truncation_of_a_file_that_it_has_mapped() {
             let begun = Instant::now();
             driver.truncate(node, size).unwrap();
             println!("{name}: cut in {:?}", begun.elapsed());
-            File::create(folder.join(format!("{name}.go"))).unwrap();
+            File::create(directory.join(format!("{name}.go"))).unwrap();
         }
     });
     let ran = run(guest, TIMEOUT);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use ferry_tests::suites::fsx::{self, MAPPED, MIXED, PLAIN};
 use ferry_tests::suites::pjdfstest::{self, Results, SKIPPED, names};
 use ferry_tests::window::{guest, programs};
-use ferry_tests::{CACHES, Cache, GuestResult, MOUNTPOINT, Options, Place, Share, cache_name, folder, run};
+use ferry_tests::{CACHES, Cache, GuestResult, MOUNTPOINT, Options, Place, Share, cache_name, directory, run};
 
 /// An emulated guest, with hundreds of cases or thousands of operations.
 const TIMEOUT: Duration = Duration::from_secs(1800);
@@ -26,7 +26,7 @@ fn run_in(share: &Share, options: &str, command: Vec<OsString>) -> GuestResult {
 
 /// On a file that becomes some chunks long, so that parts of it are mapped as they are and its end is a copy; what went wrong.
 fn fsx_in(cache: Cache, writeback: bool, options: &str, (weights, operations, seed): (&str, u32, u32)) {
-    let (share, files) = (share(cache, writeback), folder(Place::Disk));
+    let (share, files) = (share(cache, writeback), directory(Place::Disk));
     let (config, file) = (files.path().join("fsx.toml"), Path::new(MOUNTPOINT).join("file"));
     let command = fsx::command_up_to(3 * CHUNK_BYTES, &config, &file, weights, operations, seed);
     let ran = run_in(&share, options, command);
@@ -58,7 +58,7 @@ fn fsx_in_every_cache_mode() {
 #[ignore = "long: make test-all"]
 fn pjdfstest_in_every_cache_mode() {
     for (_, cache) in CACHES {
-        let (share, config) = (share(cache, false), folder(Place::Disk));
+        let (share, config) = (share(cache, false), directory(Place::Disk));
         let path = config.path().join("pjdfstest.toml");
         let cases = |only: Option<&str>| {
             let mut command = pjdfstest::command(&path, Path::new(MOUNTPOINT), Path::new("/dev/shm"), false);

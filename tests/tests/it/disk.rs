@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ferry_disk::{Cache, Format, Options};
 use ferry_tests::disks::{DiskServer, tool};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 
 const MIB: u64 = 1 << 20;
 
@@ -65,8 +65,8 @@ fn images_of_qemu_are_served_and_stay_sound() {
 }
 
 fn images_with(cache: Option<Cache>) {
-    let folder = folder(Place::Disk);
-    let file = folder.path().join("disk");
+    let directory = directory(Place::Disk);
+    let file = directory.path().join("disk");
     let img = |args: &[&str]| {
         let output = Command::new(tool("qemu-img")).args(args).arg(&file).output().unwrap();
         assert!(output.status.success(), "{args:?}: {output:?}");
@@ -74,7 +74,7 @@ fn images_with(cache: Option<Cache>) {
     let created = Command::new(tool("qemu-img")).args(["create", "-q", "-f", "qcow2"]).arg(&file).arg("64M").status();
     assert!(created.unwrap().success());
     let options = Options { format: Some(Format::Qcow2), grow_to: Some(96 * MIB), cache, ..Options::default() };
-    let disk = DiskServer::of(file.clone(), folder, &options);
+    let disk = DiskServer::of(file.clone(), directory, &options);
     assert!(good(&disk.qemu_io(&["length"])).contains("96 MiB"));
     good(&disk.qemu_io(&[
         "write -P 3 0 8M",
@@ -97,10 +97,10 @@ fn images_with(cache: Option<Cache>) {
 
 #[test]
 fn a_read_only_disk_stays_as_it_is() {
-    let folder = folder(Place::Disk);
-    let file = folder.path().join("disk");
+    let directory = directory(Place::Disk);
+    let file = directory.path().join("disk");
     fs::write(&file, vec![3; 1 << 20]).unwrap();
-    let disk = DiskServer::of(file.clone(), folder, &Options { read_only: true, ..Options::default() });
+    let disk = DiskServer::of(file.clone(), directory, &Options { read_only: true, ..Options::default() });
     bad(&disk.qemu_io(&["write -P 1 0 512"]));
     assert!(fs::read(&file).unwrap() == vec![3; 1 << 20]);
 }
@@ -108,10 +108,10 @@ fn a_read_only_disk_stays_as_it_is() {
 #[test]
 fn a_full_disk_fails_only_allocating_requests() {
     let mounted = Tmpfs::new();
-    let folder = tempfile::tempdir_in(mounted.0.path()).unwrap();
-    let file = folder.path().join("disk");
+    let directory = tempfile::tempdir_in(mounted.0.path()).unwrap();
+    let file = directory.path().join("disk");
     ferry_disk::grow(&file, 16 * MIB, &Options::default()).unwrap();
-    let disk = DiskServer::of(file.clone(), folder, &Options::default());
+    let disk = DiskServer::of(file.clone(), directory, &Options::default());
     good(&disk.qemu_io(&["write -P 4 0 64k"]));
     fs::write(mounted.0.path().join("filler"), vec![1; 4 << 20]).unwrap_err();
     bad(&disk.qemu_io(&["write -P 5 1M 64k"]));
@@ -163,7 +163,7 @@ struct Tmpfs(tempfile::TempDir);
 
 impl Tmpfs {
     fn new() -> Self {
-        let at = folder(Place::Disk);
+        let at = directory(Place::Disk);
         let mount =
             Command::new("mount").args(["-t", "tmpfs", "-o", "size=2m", "tmpfs"]).arg(at.path()).status().unwrap();
         assert!(mount.success());

@@ -11,7 +11,7 @@ use ferry_driver::ring::{Descriptor, INDIRECT, NEXT, WRITE};
 use ferry_driver::{Config, Driver, Error, Ticket};
 use ferry_tests::disks::{DiskServer, FEATURES, Process, tool};
 use ferry_tests::mounts::{Cell, Mounted, missing, program};
-use ferry_tests::{Guest, GuestCache, Input, Output, Place, folder, run};
+use ferry_tests::{Guest, GuestCache, Input, Output, Place, directory, run};
 
 const MIB: u64 = 1 << 20;
 const WITHIN: Duration = Duration::from_secs(60);
@@ -54,7 +54,7 @@ fn on_bad_mount(test: impl FnOnce(PathBuf)) {
         ferry_skip::skip!("{why}");
         return;
     }
-    let place = folder(Place::Disk);
+    let place = directory(Place::Disk);
     let mountpoint = place.path().join("mnt");
     fs::create_dir(&mountpoint).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferry-bad-disk"));
@@ -68,7 +68,7 @@ fn on_bad_mount(test: impl FnOnce(PathBuf)) {
 fn on_bad_file(cache: Cache, test: impl FnOnce(&DiskServer)) {
     on_bad_mount(|file| {
         let options = Options { cache: Some(cache), ..Options::default() };
-        test(&DiskServer::of(file, folder(Place::Disk), &options));
+        test(&DiskServer::of(file, directory(Place::Disk), &options));
     });
 }
 
@@ -223,7 +223,7 @@ impl Drop for Loop {
 
 #[test]
 fn requests_that_are_no_whole_blocks_are_refused() {
-    let place = folder(Place::Disk);
+    let place = directory(Place::Disk);
     let file = place.path().join("image");
     fs::write(&file, vec![6; 1 << 20]).unwrap();
     let Some(device) = Loop::new(&file, 4096) else {
@@ -232,7 +232,7 @@ fn requests_that_are_no_whole_blocks_are_refused() {
     };
     for cache in [Cache::None, Cache::Writeback] {
         let options = Options { cache: Some(cache), ..Options::default() };
-        let disk = DiskServer::of(device.0.clone(), folder(Place::Disk), &options);
+        let disk = DiskServer::of(device.0.clone(), directory(Place::Disk), &options);
         let mut driver = Driver::connect(&disk.socket, config(FEATURES)).unwrap();
         // The size of a block, in the configuration space (5.2.4).
         assert_eq!(driver.read_config(20, 4).unwrap(), 4096u32.to_le_bytes());
@@ -272,7 +272,7 @@ fn writes_of_a_killed_server_in_the_kernel_are_waited_for() {
             ferry_skip::skip!("no loop devices here");
             return;
         };
-        let mut server = Process::of(device.0.clone(), folder(Place::Disk), &["--queues", "1"]);
+        let mut server = Process::of(device.0.clone(), directory(Place::Disk), &["--queues", "1"]);
         let mut driver = Driver::connect(&server.socket, Config { inflight: true, ..config(1 << 9) }).unwrap();
         // Aligned as operating systems have it, so that it bypasses the cache.
         let [small, data] = [(); 2].map(|()| driver.memory().alloc(4096, 4096).unwrap());
@@ -309,7 +309,7 @@ struct Small(tempfile::TempDir);
 
 impl Small {
     fn new() -> Option<Self> {
-        let image = folder(Place::Disk);
+        let image = directory(Place::Disk);
         let file = image.path().join("image");
         File::create(&file).unwrap().set_len(48 * MIB).unwrap();
         assert!(Command::new("mkfs.ext4").args(["-q", "-m", "0"]).arg(&file).status().unwrap().success());
@@ -340,7 +340,7 @@ fn a_full_file_system_fails_only_allocating_requests() {
         let place = tempfile::tempdir_in(small.path()).unwrap();
         let file = place.path().join("disk");
         ferry_disk::grow(&file, 128 * MIB, &Options::default()).unwrap();
-        let disk = DiskServer::of(file, folder(Place::Disk), &Options { cache: Some(cache), ..Options::default() });
+        let disk = DiskServer::of(file, directory(Place::Disk), &Options { cache: Some(cache), ..Options::default() });
         let said = |commands: &[&str]| {
             let output = disk.qemu_io(commands);
             String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()

@@ -8,18 +8,18 @@ use std::sync::Arc;
 
 use ferry_image::{BuildOptions, Disk, Source, Store, build};
 use ferry_tests::disks::{DiskServer, tool};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use tempfile::TempDir;
 
-/// A tree and an image of it, in a folder.
+/// A tree and an image of it, in a directory.
 struct Made {
-    folder: TempDir,
+    directory: TempDir,
 }
 
 impl Made {
     /// Builds twice, so that the second image has two packs, with most of the files in the first.
     fn new() -> Self {
-        let made = Self { folder: folder(Place::Disk) };
+        let made = Self { directory: directory(Place::Disk) };
         let tree = made.path("tree");
         for dir in 0..20 {
             let dir = tree.join(format!("dir{dir}"));
@@ -38,7 +38,7 @@ impl Made {
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     fn build(&self, name: &str) {
@@ -180,7 +180,7 @@ fn damage_fails_the_requests_of_one_piece() {
         let disk = made.offered();
         let said = |offset: u64| read(&disk, &format!("read {offset} 4096"));
         let is_read = |said: &str| said.contains("read 4096/4096 bytes");
-        // They are ordered by name: the digest of their contents, which include this folder's path.
+        // They are ordered by name: the digest of their contents, which include this directory's path.
         let place =
             |pack: usize| image.bytes() + image.packs()[..pack].iter().map(|pack| pack.blocks * 4096).sum::<u64>();
         let start = place(pack) + block * 4096;

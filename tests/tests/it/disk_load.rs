@@ -9,15 +9,15 @@ use std::time::Duration;
 use ferry_disk::{Cache, Options};
 use ferry_driver::load::{self, Load, LoadTarget, Op, Report};
 use ferry_tests::disks::DiskServer;
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use ferry_vhost::Socket;
 
 const BYTES: u64 = 8 << 20;
 const TIMEOUT: Duration = Duration::from_secs(20);
 /// The number of kills.
 const KILLS: u32 = 6;
-/// The environment variable with the folder of a disk to serve; see [`serve_if_asked`].
-const FOLDER_VARIABLE: &str = "FERRY_TEST_DISK_FOLDER";
+/// The environment variable with the directory of a disk to serve; see [`serve_if_asked`].
+const DIR_VARIABLE: &str = "FERRY_TEST_DISK_DIR";
 
 fn base() -> Load {
     Load {
@@ -106,21 +106,21 @@ fn invalid_loads_for_a_disk_are_refused() {
 /// Serves, if this is a process that [`start_server`] started.
 #[test]
 fn serve_if_asked() {
-    let Some(folder) = std::env::var_os(FOLDER_VARIABLE) else { return };
-    let folder = Path::new(&folder);
+    let Some(directory) = std::env::var_os(DIR_VARIABLE) else { return };
+    let directory = Path::new(&directory);
     let options = Options { cache: Some(Cache::Writeback), ..Options::default() };
-    let disk = ferry_disk::open(&folder.join("disk"), &options).unwrap();
-    let socket = Socket::bind(&folder.join("s")).unwrap();
+    let disk = ferry_disk::open(&directory.join("disk"), &options).unwrap();
+    let socket = Socket::bind(&directory.join("s")).unwrap();
     let _export = ferry_blk::Export::start(socket.listener().unwrap(), disk, ferry_blk::Options::default()).unwrap();
     loop {
         std::thread::park();
     }
 }
 
-fn start_server(folder: &Path) -> Child {
+fn start_server(directory: &Path) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["disk_load::serve_if_asked", "--exact", "--nocapture"])
-        .env(FOLDER_VARIABLE, folder)
+        .env(DIR_VARIABLE, directory)
         .stdout(Stdio::null())
         .spawn()
         .unwrap()
@@ -129,15 +129,15 @@ fn start_server(folder: &Path) -> Child {
 #[test]
 fn nothing_is_lost_or_torn_when_servers_are_killed() {
     for (packed, sleep) in [(false, false), (true, true)] {
-        let folder = folder(Place::Disk);
-        ferry_disk::grow(&folder.path().join("disk"), BYTES, &Options::default()).unwrap();
-        let mut server = start_server(folder.path());
+        let directory = directory(Place::Disk);
+        ferry_disk::grow(&directory.path().join("disk"), BYTES, &Options::default()).unwrap();
+        let mut server = start_server(directory.path());
         let start = std::time::Instant::now();
-        while !folder.path().join("s").exists() {
+        while !directory.path().join("s").exists() {
             assert!(start.elapsed() < TIMEOUT, "the server does not start");
             std::thread::sleep(Duration::from_millis(5));
         }
-        let written = || std::fs::metadata(folder.path().join("disk")).unwrap().modified().unwrap();
+        let written = || std::fs::metadata(directory.path().join("disk")).unwrap().modified().unwrap();
         let before = written();
         let done = AtomicBool::new(false);
         let load = Load { packed, sleep, seconds: Some(4.0), requests: None, reattach: Some(TIMEOUT), ..base() };
@@ -154,10 +154,10 @@ fn nothing_is_lost_or_torn_when_servers_are_killed() {
                     }
                     server.kill().unwrap();
                     server.wait().unwrap();
-                    server = start_server(folder.path());
+                    server = start_server(directory.path());
                 }
             });
-            let report = load::run(&folder.path().join("s"), &load);
+            let report = load::run(&directory.path().join("s"), &load);
             done.store(true, Ordering::Relaxed);
             report
         });

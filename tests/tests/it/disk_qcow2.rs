@@ -10,7 +10,7 @@ use std::sync::Arc;
 use ferry_disk::{Cache, Format, Options};
 use ferry_tests::disks::model::Random;
 use ferry_tests::disks::tool;
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use ferry_vfs::{BlockRange, Disk};
 use tempfile::TempDir;
 
@@ -19,9 +19,9 @@ const BYTES: usize = 4 * MIB;
 /// What an image is made to hold here, so that it has compressed, shared and empty clusters next to each other.
 const FILL: &[&str] = &["write -P 1 0 1M", "write -P 2 1100k 70k", "write -z 1280k 128k", "write -P 3 2M 1M"];
 
-/// A folder with images, and the programs of QEMU that make and read them.
+/// A directory with images, and the programs of QEMU that make and read them.
 struct Images {
-    folder: TempDir,
+    directory: TempDir,
 }
 
 fn good(output: Output) -> String {
@@ -31,18 +31,18 @@ fn good(output: Output) -> String {
 
 impl Images {
     fn new(place: Place) -> Self {
-        Self { folder: folder(place) }
+        Self { directory: directory(place) }
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
-    /// Runs a line of a shell, in the folder, that may use QEMU's programs.
+    /// Runs a line of a shell, in the directory, that may use QEMU's programs.
     fn sh(&self, line: &str) -> Output {
         let programs = tool("qemu-img").parent().unwrap().display().to_string();
         let path = format!("{programs}:{}", std::env::var("PATH").unwrap());
-        Command::new("sh").args(["-ec", line]).env("PATH", path).current_dir(&self.folder).output().unwrap()
+        Command::new("sh").args(["-ec", line]).env("PATH", path).current_dir(&self.directory).output().unwrap()
     }
 
     fn run(&self, line: &str) -> String {
@@ -76,14 +76,14 @@ impl Images {
     }
 
     fn options(&self) -> Options {
-        Options { format: Some(Format::Qcow2), backing_dir: Some(self.folder.path().into()), ..Options::default() }
+        Options { format: Some(Format::Qcow2), backing_dir: Some(self.directory.path().into()), ..Options::default() }
     }
 
     fn open(&self, image: &str) -> Arc<dyn Disk> {
         ferry_disk::open(&self.path(image), &self.options()).unwrap()
     }
 
-    /// All files of the folder, to see that none has changed.
+    /// All files of the directory, to see that none has changed.
     fn sums(&self) -> String {
         self.run("sha256sum -- *")
     }

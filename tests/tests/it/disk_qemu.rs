@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ferry_tests::disks::{Process, fio_of_the_cache, tool};
-use ferry_tests::{Cache, Guest, GuestResult, Kind, Options, Place, Share, collect, folder, guest_on};
+use ferry_tests::{Cache, Guest, GuestResult, Kind, Options, Place, Share, collect, directory, guest_on};
 
 const MIB: u64 = 1 << 20;
 /// A guest without KVM on a machine that has other things to do.
@@ -17,7 +17,7 @@ const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 fn programs() -> Share {
     let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
-    Share::of(Path::new("/"), folder(Place::Disk), dir, options)
+    Share::of(Path::new("/"), directory(Place::Disk), dir, options)
 }
 
 /// A guest of two CPUs that runs a script, with a disk whose server may come and go.
@@ -138,7 +138,7 @@ fn xfs_lives_through_kills_on_split_rings() {
 #[test]
 #[ignore = "long: make test-all"]
 fn an_image_lives_through_kills() {
-    let place = folder(Place::Disk);
+    let place = directory(Place::Disk);
     let file = place.path().join("disk");
     let image = |args: &[&str]| Command::new(tool("qemu-img")).args(args).output().unwrap();
     let path = file.to_str().unwrap();

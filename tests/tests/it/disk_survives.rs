@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use ferry_driver::{Config, Driver};
 use ferry_tests::disks::model::{Random, SECTOR_BYTES};
 use ferry_tests::disks::{FEATURES, FEATURES_WITHOUT_CACHE, Load, Process, tool};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 
 const SECTORS: usize = 8192;
 const BYTES: u64 = (SECTORS * SECTOR_BYTES) as u64;
@@ -102,13 +102,13 @@ fn survives_raw(way: Way, rounds: usize) {
 }
 
 fn survives_qcow2(way: Way, rounds: usize) {
-    let folder = folder(Place::Disk);
-    let file = folder.path().join("disk");
+    let directory = directory(Place::Disk);
+    let file = directory.path().join("disk");
     let image = |args: &[&str]| Command::new(tool("qemu-img")).args(args).output().unwrap();
     let path = file.to_str().unwrap();
     let created = image(&["create", "-q", "-f", "qcow2", path, &(IMAGE_SECTORS * SECTOR_BYTES).to_string()]);
     assert!(created.status.success(), "{created:?}");
-    let mut server = way.survives(rounds, Process::of(file.clone(), folder, way.args));
+    let mut server = way.survives(rounds, Process::of(file.clone(), directory, way.args));
     // After the last kill, too, the image is sound; unreferenced clusters are no damage.
     server.kill();
     // What io_uring still writes for the dead process holds the lock, for which qemu-img does not wait.

@@ -11,7 +11,7 @@ use ferry_driver::{Config, Driver, INIT_FLAGS};
 use ferry_isolation::Capabilities;
 use ferry_tests::inside::InnerProcess;
 use ferry_tests::mounts::RunningProgram;
-use ferry_tests::{GuestCache, Place, collect, folder, guest_on};
+use ferry_tests::{GuestCache, Place, collect, directory, guest_on};
 use ferry_vfs::{CreateArgs, Ino, Name, OFlags};
 use ferry_wire::fuse::abi::MINOR_MAX;
 use ferry_wire::fuse::{Extensions, InitFlags, Operation, Request, SecurityContexts};
@@ -25,8 +25,8 @@ const TICK: Duration = Duration::from_millis(10);
 
 /// The two programs of the name virtiofsd: ours, and the one that it stands in for. The second is none where it is not
 /// fetched.
-fn programs(folder: &Path) -> Vec<PathBuf> {
-    let ours = folder.join("virtiofsd");
+fn programs(directory: &Path) -> Vec<PathBuf> {
+    let ours = directory.join("virtiofsd");
     std::os::unix::fs::symlink(ferry_tests::mounts::program(), &ours).unwrap();
     let theirs = GuestCache::from_env().unwrap().peer("virtiofsd");
     if theirs.is_err() {
@@ -35,10 +35,10 @@ fn programs(folder: &Path) -> Vec<PathBuf> {
     std::iter::once(ours).chain(theirs).collect()
 }
 
-/// A server of the folder `tree` below another.
+/// A server of the directory `tree` below another.
 struct Served {
     child: Child,
-    folder: TempDir,
+    directory: TempDir,
 }
 
 impl Served {
@@ -46,20 +46,20 @@ impl Served {
         Self::start_by(Command::new(program), args)
     }
 
-    /// The same with something before the program. It begins in the folder that holds the tree.
+    /// The same with something before the program. It begins in the directory that holds the tree.
     fn start_by(mut command: Command, args: &str) -> Self {
-        let folder = folder(Place::Disk);
-        let tree = folder.path().join("tree");
+        let directory = directory(Place::Disk);
+        let tree = directory.path().join("tree");
         fs::create_dir(&tree).unwrap();
         fs::set_permissions(&tree, fs::Permissions::from_mode(0o777)).unwrap();
         fs::write(tree.join("there"), "before").unwrap();
-        command.args(["--tag", "t", "--socket-path"]).arg(folder.path().join("s")).args(args.split_whitespace());
+        command.args(["--tag", "t", "--socket-path"]).arg(directory.path().join("s")).args(args.split_whitespace());
         if !args.contains("source=") {
             command.arg("--shared-dir").arg(&tree);
         }
-        command.current_dir(folder.path()).stdin(Stdio::null()).env_remove("FERRY_LOG");
+        command.current_dir(directory.path()).stdin(Stdio::null()).env_remove("FERRY_LOG");
         let child = command.spawn().unwrap();
-        let served = Self { child, folder };
+        let served = Self { child, directory };
         served.wait_for("the socket", |served| served.socket().exists());
         served
     }
@@ -67,32 +67,32 @@ impl Served {
     /// The same by a command line of somebody else's, in which `{socket}` and `{tree}` stand for ours. Where it has `3<&0`, standard
     /// input is the socket, listening.
     fn start_as(program: &Path, line: &str) -> Self {
-        let folder = folder(Place::Disk);
-        let (tree, socket) = (folder.path().join("tree"), folder.path().join("s"));
+        let directory = directory(Place::Disk);
+        let (tree, socket) = (directory.path().join("tree"), directory.path().join("s"));
         fs::create_dir(&tree).unwrap();
         fs::write(tree.join("there"), "before").unwrap();
         let line = line.replace("{tree}", tree.to_str().unwrap()).replace("{socket}", socket.to_str().unwrap());
-        let said = fs::File::create(folder.path().join("said")).unwrap();
+        let said = fs::File::create(directory.path().join("said")).unwrap();
         let mut command = Command::new("sh");
         command.args(["-c", &format!("exec \"$0\" {line}")]).arg(program);
         let stdin = match line.contains("3<&0") {
             true => std::os::fd::OwnedFd::from(UnixListener::bind(&socket).unwrap()).into(),
             false => Stdio::null(),
         };
-        command.current_dir(folder.path()).stdin(stdin).stderr(said).env_remove("FERRY_LOG");
-        Self { child: command.spawn().unwrap(), folder }
+        command.current_dir(directory.path()).stdin(stdin).stderr(said).env_remove("FERRY_LOG");
+        Self { child: command.spawn().unwrap(), directory }
     }
 
     fn said(&self) -> String {
-        fs::read_to_string(self.folder.path().join("said")).unwrap()
+        fs::read_to_string(self.directory.path().join("said")).unwrap()
     }
 
     fn socket(&self) -> PathBuf {
-        self.folder.path().join("s")
+        self.directory.path().join("s")
     }
 
     fn tree(&self) -> PathBuf {
-        self.folder.path().join("tree")
+        self.directory.path().join("tree")
     }
 
     #[track_caller]
@@ -133,7 +133,7 @@ impl Drop for Served {
     }
 }
 
-/// Owners and names below a folder of the host.
+/// Owners and names below a directory of the host.
 fn owners(tree: &Path) -> Vec<(String, u32, u32)> {
     let mut found: Vec<_> = fs::read_dir(tree)
         .unwrap()
@@ -150,8 +150,8 @@ fn owners(tree: &Path) -> Vec<(String, u32, u32)> {
 /// Runs a script in a guest of each program, and compares what it prints and what it leaves on the host.
 #[track_caller]
 fn same(args: &str, script: &str) -> (String, Vec<(String, u32, u32)>) {
-    let folder = tempfile::tempdir().unwrap();
-    let mut seen = programs(folder.path()).into_iter().map(|program| {
+    let directory = tempfile::tempdir().unwrap();
+    let mut seen = programs(directory.path()).into_iter().map(|program| {
         let served = Served::start(&program, args);
         let said = served.sh(script);
         let left = owners(&served.tree());
@@ -180,8 +180,8 @@ fn numbers_are_translated_as_virtiofsd_does() {
         assert!(said.contains("there "), "{said}");
     }
     // Where virtiofsd says EIO.
-    let folder = tempfile::tempdir().unwrap();
-    let served = Served::start(&programs(folder.path())[0], "--translate-uid forbid-guest:1234:1");
+    let directory = tempfile::tempdir().unwrap();
+    let served = Served::start(&programs(directory.path())[0], "--translate-uid forbid-guest:1234:1");
     assert!(served.sh(OWNERS).contains("Operation not permitted\n1\n0:0"));
     let (said, left) = same("--translate-uid map:0:1000:10 --translate-gid map:0:2000:10", "touch a; stat -c %u:%g a");
     assert_eq!(said, "0:0\n");
@@ -217,8 +217,8 @@ fn mounts_below_are_shown_as_such_or_as_directories() {
         ferry_skip::skip!("needs root, to mount");
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    for program in programs(folder.path()) {
+    let directory = tempfile::tempdir().unwrap();
+    for program in programs(directory.path()) {
         for (args, file_systems) in [("", 2), ("--no-announce-submounts", 1)] {
             let mut command = Command::new("unshare");
             command.args(["--mount", "--propagation", "private", "sh", "-euc", MOUNTED, "sh"]).arg(&program);
@@ -234,8 +234,8 @@ fn mounts_below_are_shown_as_such_or_as_directories() {
 /// configuration), Kata's in Rust (`share_virtio_fs_standalone.rs`), and cloud-hypervisor's manual (`docs/fs.md`).
 #[test]
 fn kata_and_cloud_hypervisor_start_it_as_they_do() {
-    let folder = tempfile::tempdir().unwrap();
-    let program = &programs(folder.path())[0];
+    let directory = tempfile::tempdir().unwrap();
+    let program = &programs(directory.path())[0];
     for (line, waits_for) in [
         (
             "--syslog --cache=auto --shared-dir={tree} --fd=3 --inode-file-handles=prefer --thread-pool-size=1 \
@@ -268,8 +268,8 @@ fn kata_and_cloud_hypervisor_start_it_as_they_do() {
 
 #[test]
 fn it_prints_the_capabilities_of_virtiofsd() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut said = programs(folder.path()).into_iter().map(|program| {
+    let directory = tempfile::tempdir().unwrap();
+    let mut said = programs(directory.path()).into_iter().map(|program| {
         let output = Command::new(program).arg("--print-capabilities").output().unwrap();
         serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()
     });
@@ -291,9 +291,9 @@ fn limits(pid: u32) -> Vec<String> {
 
 #[test]
 fn its_process_is_as_virtiofsds() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let most: u64 = limits(std::process::id())[1].parse().unwrap();
-    for program in programs(folder.path()) {
+    for program in programs(directory.path()) {
         for (flags, expected) in [
             ("--rlimit-nofile 2000", Some(2000)),
             ("--rlimit-nofile=2000 --inode-file-handles=never", Some(2000)),
@@ -306,7 +306,7 @@ fn its_process_is_as_virtiofsds() {
                 let found = limits(pid);
                 found[0] == found[1] && expected.is_none_or(|most| found[0] == most.to_string() || flags.is_empty())
             });
-            let file = served.folder.path().join("s.pid");
+            let file = served.directory.path().join("s.pid");
             assert_eq!(fs::read_to_string(&file).unwrap().trim(), pid.to_string(), "{}", program.display());
             assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, 0o600);
         }
@@ -321,8 +321,8 @@ fn it_keeps_the_capabilities_that_virtiofsd_keeps() {
         return;
     }
     let ours = Capabilities::of_thread().unwrap().bits();
-    let folder = tempfile::tempdir().unwrap();
-    for program in programs(folder.path()) {
+    let directory = tempfile::tempdir().unwrap();
+    for program in programs(directory.path()) {
         for (args, handles) in [("", true), ("--inode-file-handles=never", false)] {
             let expected = format!("{:016x}", Capabilities::of_server(handles).bits() & ours);
             let served = Served::start(&program, args);
@@ -338,25 +338,25 @@ fn it_keeps_the_capabilities_that_virtiofsd_keeps() {
 /// A second one for the same socket leaves the first one's number alone, and one after that has the file.
 #[test]
 fn a_server_that_does_not_start_leaves_no_file_with_its_number() {
-    let folder = tempfile::tempdir().unwrap();
-    let program = &programs(folder.path())[0];
+    let directory = tempfile::tempdir().unwrap();
+    let program = &programs(directory.path())[0];
     for words in [["--shared-dir", "nowhere"], ["--shared-dir", "/dev/null"]] {
         let mut command = Command::new(program);
-        command.arg("--socket-path").arg(folder.path().join("s")).args(words).current_dir(folder.path());
+        command.arg("--socket-path").arg(directory.path().join("s")).args(words).current_dir(directory.path());
         let mut started = RunningProgram::new(command.stdin(Stdio::null()).env_remove("FERRY_LOG"));
         let ended = started.wait(SOON).expect("it ends");
         let said = started.said().1;
         assert!(!ended.success() && said.contains("cannot share"), "{said}");
-        assert!(!folder.path().join("s.pid").exists(), "{words:?}");
+        assert!(!directory.path().join("s.pid").exists(), "{words:?}");
     }
 }
 
 #[test]
 fn the_number_of_a_server_that_runs_stays_in_its_file() {
-    let folder = tempfile::tempdir().unwrap();
-    for (at, program) in programs(folder.path()).iter().enumerate() {
+    let directory = tempfile::tempdir().unwrap();
+    for (at, program) in programs(directory.path()).iter().enumerate() {
         let mut served = Served::start(program, "");
-        let (socket, tree, file) = (served.socket(), served.tree(), served.folder.path().join("s.pid"));
+        let (socket, tree, file) = (served.socket(), served.tree(), served.directory.path().join("s.pid"));
         let number = || fs::read_to_string(&file).unwrap().trim().to_owned();
         let again = || {
             let mut command = Command::new(program);
@@ -447,25 +447,25 @@ fn my_user_outside_is_root_inside() {
         ferry_skip::skip!("needs root, to become somebody else");
         return;
     }
-    let folder = folder(Place::Disk);
-    let (tree, socket) = (folder.path().join("tree"), folder.path().join("s"));
+    let directory = directory(Place::Disk);
+    let (tree, socket) = (directory.path().join("tree"), directory.path().join("s"));
     fs::create_dir(&tree).unwrap();
     fs::write(tree.join("roots"), "").unwrap();
-    for path in [folder.path(), &tree] {
+    for path in [directory.path(), &tree] {
         std::os::unix::fs::chown(path, Some(USER), Some(USER)).unwrap();
     }
     // Other users may not run a program in the directory of the tests' user.
-    let program = folder.path().join("ferry");
+    let program = directory.path().join("ferry");
     ferry_tests::copy_program(ferry_tests::mounts::program(), &program);
     let user = USER.to_string();
     let mut command = Command::new("setpriv");
     command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]).arg(program).arg("share").arg(&tree);
     command.args(["--map-user", "auto", "--once", "--tag", "t", "--virtiofs"]).arg(&socket);
-    command.current_dir(folder.path()).stdin(Stdio::null()).env_remove("FERRY_LOG");
+    command.current_dir(directory.path()).stdin(Stdio::null()).env_remove("FERRY_LOG");
     // Where it keeps the socket by which it is asked for its log.
-    command.env("XDG_RUNTIME_DIR", folder.path());
+    command.env("XDG_RUNTIME_DIR", directory.path());
     let child = command.spawn().unwrap();
-    let served = Served { child, folder };
+    let served = Served { child, directory };
     served.wait_for("the socket", |served| served.socket().exists());
     let said = served.sh("touch made && chown 5:6 made && mkdir dir && stat -c '%n %u:%g' made dir roots");
     assert_eq!(said, "made 0:0\ndir 0:0\nroots 65534:65534\n");
@@ -478,8 +478,8 @@ fn my_user_outside_is_root_inside() {
 #[test]
 fn created_files_have_their_label_or_fail() {
     const LABEL: (&[u8], &[u8]) = (b"security.selinux", b"system_u:object_r:etc_t:s0");
-    let folder = tempfile::tempdir().unwrap();
-    let program = &programs(folder.path())[0];
+    let directory = tempfile::tempdir().unwrap();
+    let program = &programs(directory.path())[0];
     // Names that take no rights, and that symbolic links cannot have.
     let start = |when: &str| Served::start(program, &format!("--security-label={when} --xattrmap :map::user.guest.:"));
     let connect = |served: &Served| Driver::connect(served.socket(), Config::default()).unwrap();

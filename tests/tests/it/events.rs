@@ -14,7 +14,7 @@ use ferry_mem::Mem;
 use ferry_tests::window::programs;
 use ferry_tests::{
     Cache, Device, Export, Guest, GuestResult, Kind, MOUNTPOINT, Mount, Options, Place, Share, TIMEOUT, alone, collect,
-    folder, guest_on,
+    directory, guest_on,
 };
 use tempfile::TempDir;
 
@@ -33,7 +33,7 @@ pub(crate) struct Watched {
 /// What is shared, until it is dropped.
 enum Source {
     Dir(Share),
-    /// Files in memory, for a guest and in a mount that the host sees, in a folder.
+    /// Files in memory, for a guest and in a mount that the host sees, in a directory.
     #[allow(dead_code, reason = "dropped in this order")]
     Mem(Box<(Export, ferry_fuse::Export, TempDir)>, Arc<Mem>),
     /// A directory, which a guest has from a 9P client of its server.
@@ -89,11 +89,11 @@ impl Watched {
 
     /// Without file handles, and so without fanotify, as for users.
     pub(crate) fn by_inotify(cache: Cache) -> Option<Self> {
-        let folder = folder(Place::Disk);
-        let path = folder.path().join("shared");
+        let directory = directory(Place::Disk);
+        let path = directory.path().join("shared");
         fs::create_dir(&path).unwrap();
         let dir_options = ferry_dir::Options { file_handles: false, ..ferry_dir::Options::default() };
-        let share = Share::of(&path, folder, dir_options, Options { cache, events: true, ..Options::default() });
+        let share = Share::of(&path, directory, dir_options, Options { cache, events: true, ..Options::default() });
         assert_eq!(share.dir.watch(OwnChanges::Skip).unwrap(), WatchKind::Directories);
         share.dir.tell_events();
         fs::create_dir(path.join("d")).unwrap();
@@ -109,8 +109,8 @@ impl Watched {
     /// Nothing is watched on the host: the source publishes what its clients do.
     pub(crate) fn mem(cache: Cache) -> Self {
         let mem = Arc::new(Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap());
-        let folder = folder(Place::Memory);
-        let (path, socket) = (folder.path().join("mnt"), folder.path().join("s"));
+        let directory = directory(Place::Memory);
+        let (path, socket) = (directory.path().join("mnt"), directory.path().join("s"));
         fs::create_dir(&path).unwrap();
         let tag = Some("t".parse().unwrap());
         let options = Options { tag, cache, events: true, ..Options::default() };
@@ -118,7 +118,7 @@ impl Watched {
         let source = Arc::clone(&mem) as Arc<dyn ferry_vfs::FileSystem>;
         let mount = ferry_fuse::Export::mount(&path, source, ferry_fuse::Options::default()).unwrap();
         fs::create_dir(path.join("d")).unwrap();
-        Self { path, socket, source: Source::Mem(Box::new((guest, mount, folder)), mem), programs: None }
+        Self { path, socket, source: Source::Mem(Box::new((guest, mount, directory)), mem), programs: None }
     }
 
     /// A socket for another guest, with what serves it.
@@ -138,8 +138,8 @@ impl Watched {
 
     /// By way of a 9P server and its client.
     fn by_ninep(cache: Cache) -> Option<Self> {
-        let folder = folder(Place::Disk);
-        let [path, socket, server] = ["shared", "s", "9p"].map(|name| folder.path().join(name));
+        let directory = directory(Place::Disk);
+        let [path, socket, server] = ["shared", "s", "9p"].map(|name| directory.path().join(name));
         fs::create_dir_all(path.join("d")).unwrap();
         let dir = Arc::new(ferry_dir::Dir::open(&path, ferry_dir::Options::default()).unwrap());
         match dir.watch(OwnChanges::Skip) {
@@ -157,7 +157,7 @@ impl Watched {
         let tag = Some("t".parse().unwrap());
         let options = Options { cache, tag, events: true, ..Options::default() };
         let guest = Export::listen(&socket, Arc::new(client) as Arc<dyn ferry_vfs::FileSystem>, options).unwrap();
-        Some(Self { path, socket, source: Source::Ninep(Box::new((guest, ninep, folder))), programs: None })
+        Some(Self { path, socket, source: Source::Ninep(Box::new((guest, ninep, directory))), programs: None })
     }
 
     pub(crate) fn share(&self) -> &Share {

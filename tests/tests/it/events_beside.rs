@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ferry_tests::suites::{fsx, pjdfstest};
-use ferry_tests::{Cache, MOUNTPOINT, Options, Place, TIMEOUT, alone, cache_name, collect, folder, guest_on};
+use ferry_tests::{Cache, MOUNTPOINT, Options, Place, TIMEOUT, alone, cache_name, collect, directory, guest_on};
 
 use crate::events::{WATCH, Watched};
 use crate::events_programs::{PRELUDE, beside, host, with_agent};
@@ -45,7 +45,7 @@ fn suite(cache: Cache, command: &[std::ffi::OsString], script: &str) -> Option<S
 #[ignore = "long: make test-all"]
 fn pjdfstest_beside_events() {
     let _alone = alone();
-    let config = folder(Place::Disk);
+    let config = directory(Place::Disk);
     let target = Path::new(MOUNTPOINT).join("disk");
     let command = pjdfstest::command(&config.path().join("pjdfstest.toml"), &target, Path::new("/dev/shm"), false);
     for cache in [Cache::Auto, Cache::Always] {
@@ -66,7 +66,7 @@ fn pjdfstest_beside_events() {
 #[ignore = "long: make test-all"]
 fn fsx_beside_events() {
     let _alone = alone();
-    let (config, file) = (folder(Place::Disk), Path::new(MOUNTPOINT).join("disk/file"));
+    let (config, file) = (directory(Place::Disk), Path::new(MOUNTPOINT).join("disk/file"));
     for (seed, cache) in (1..).zip([Cache::Auto, Cache::Always]) {
         for weights in [fsx::MIXED, fsx::MAPPED] {
             let command = fsx::command(&config.path().join("fsx.toml"), &file, weights, 10_000, seed);

@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::path::Path;
 
 use ferry_tests::mounts::{Cell, Mounted, NinePServer, ServerVendor};
-use ferry_tests::{Place, folder, on_cells};
+use ferry_tests::{Place, directory, on_cells};
 
 const BYTES_MAX: usize = 128;
 
@@ -110,7 +110,7 @@ fn outcomes(root: &Path) -> Vec<(&'static str, Result<String, i32>)> {
 }
 
 fn lead_where_those_of_the_host_do(cell: &Cell) {
-    let host = folder(Place::Disk);
+    let host = directory(Place::Disk);
     let expected = outcomes(host.path());
     assert!(expected[..4].iter().all(|(name, found)| name.ends_with(found.as_ref().unwrap())), "{expected:?}");
     let Some(mounted) = Mounted::new(cell) else { return };
@@ -149,7 +149,7 @@ fn a_deep_tree_is_walked_by_handles_alone() {
 /// Where inodes are not found again, there are no handles rather than ones that lead nowhere.
 #[test]
 fn sources_without_lookup_by_number_have_no_file_handles() {
-    let below = folder(Place::Disk);
+    let below = directory(Place::Disk);
     let Some(server) = NinePServer::start(ServerVendor::Ferry, below.path()) else { return };
     let Some(mounted) = Mounted::of_server(&server, &"ninep_devfuse".parse().unwrap(), &Default::default()) else {
         return;

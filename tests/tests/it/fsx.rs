@@ -4,10 +4,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use ferry_tests::suites::fsx::{MAPPED, MIXED, PLAIN, command};
-use ferry_tests::{CACHES, Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, run};
+use ferry_tests::{CACHES, Cache, MOUNTPOINT, Options, Place, Share, cache_name, directory, run};
 
 fn fsx(place: Place, options: Options, config: &str, operations: u32, seed: u32) {
-    let files = folder(Place::Disk);
+    let files = directory(Place::Disk);
     let (name, how) = (cache_name(options.cache), if options.writeback { ", written back" } else { "" });
     let share = Share::with(place, options);
     let file = Path::new(MOUNTPOINT).join("file");

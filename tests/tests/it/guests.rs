@@ -35,11 +35,11 @@ fn counting_under_locks_by_two_guests_and_the_host() {
     for cache in [Cache::None, Cache::Auto] {
         let share = Share::new(cache);
         for kind in ["posix", "flock", "ofd"] {
-            let folder = share.path.join(kind);
-            fs::create_dir(&folder).unwrap();
+            let directory = share.path.join(kind);
+            fs::create_dir(&directory).unwrap();
             let script = format!("exec {PROBE} --role count {kind} {kind} 40");
             two(&share, cache, &script, &script);
-            let sum = u64::from_le_bytes(fs::read(folder.join("number")).unwrap().try_into().unwrap());
+            let sum = u64::from_le_bytes(fs::read(directory.join("number")).unwrap().try_into().unwrap());
             assert_eq!(sum, 120, "{kind}, cache {}: counts were lost", cache_name(cache));
         }
     }

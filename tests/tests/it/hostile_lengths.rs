@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferry_9p_client::{Client, Unix};
 use ferry_driver::hostile;
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use ferry_vfs::FileSystem;
 use ferry_virtiofs::{Export, Options};
 
@@ -26,7 +26,7 @@ fn requests_beyond_the_negotiated_size_take_no_memory() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let place = folder(Place::Disk);
+    let place = directory(Place::Disk);
     let sized = ferry_mem::pmem::Options { size_bytes: Some(64 << 20), ..ferry_mem::pmem::Options::default() };
     let pmem = ferry_mem::pmem::open(&place.path().join("image"), &sized).unwrap();
     let mem = ferry_mem::Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ferry_driver::measure::{Snapshot, serving};
 use ferry_driver::{Config, Driver, ROOT};
 use ferry_tests::mounts::{RunningProgram, ferry};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 
 /// Longer than a start, or the time until a server sleeps, takes on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -56,7 +56,7 @@ fn driver(socket: &Path, first_queues: usize, device_features: u64) -> Driver {
 
 #[test]
 fn servers_of_idle_guests_sleep() {
-    let place = folder(Place::Disk);
+    let place = directory(Place::Disk);
     let [data, disk] = ["data", "disk"].map(|name| place.path().join(name));
     std::fs::create_dir(&data).unwrap();
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();

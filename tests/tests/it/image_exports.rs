@@ -76,7 +76,7 @@ struct Made {
 impl Made {
     fn new(layout: Layout) -> Self {
         // In memory, where it takes no time to make a store durable.
-        let bench = Bench::of(ferry_tests::folder(ferry_tests::Place::Memory));
+        let bench = Bench::of(ferry_tests::directory(ferry_tests::Place::Memory));
         fill(&bench.tree());
         let options = BuildOptions { layout, ..BuildOptions::default() };
         let store = Store::create(&bench.store()).unwrap();
@@ -125,16 +125,16 @@ impl Made {
 struct Shared {
     socket: PathBuf,
     export: Option<Export>,
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
 }
 
 impl Shared {
     fn new(source: Arc<dyn FileSystem>, tag: &str) -> Self {
-        let folder = ferry_tests::folder(ferry_tests::Place::Disk);
-        let socket = folder.path().join("s");
+        let directory = ferry_tests::directory(ferry_tests::Place::Disk);
+        let socket = directory.path().join("s");
         let options = Options { queues: 1, tag: Some(tag.parse().unwrap()), ..Options::default() };
         let export = Export::listen(&socket, source, options).unwrap();
-        Self { socket, export: Some(export), _folder: folder }
+        Self { socket, export: Some(export), _directory: directory }
     }
 }
 
@@ -474,7 +474,7 @@ fn a_file_without_attributes_has_an_empty_list_in_a_mount() {
         return;
     }
     SourceLog::begin();
-    let bench = Bench::of(ferry_tests::folder(ferry_tests::Place::Memory));
+    let bench = Bench::of(ferry_tests::directory(ferry_tests::Place::Memory));
     fs::write(bench.tree().join("plain"), "x").unwrap();
     bench.build("image");
     let source = Arc::new(Source::open(&bench.path("image"), &bench.store(), None).unwrap());
@@ -515,7 +515,7 @@ fn a_guest_of_qemu_sees_the_whole_tree_in_its_windows() {
     let said = SourceLog::begin();
     let options = Options { queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
-    let programs = Share::of(Path::new("/"), ferry_tests::folder(ferry_tests::Place::Disk), dir, options);
+    let programs = Share::of(Path::new("/"), ferry_tests::directory(ferry_tests::Place::Disk), dir, options);
     let made = LAYOUTS.map(|(name, layout)| (name, Made::new(layout)));
     let bad = Made::new(Layout::Flat);
     bad.damage(LARGE);

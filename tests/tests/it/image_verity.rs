@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferry_tests::disks::tool;
 use ferry_tests::mounts::program;
-use ferry_tests::{Cache, GuestCache, Kind, Options, Place, Share, collect, folder, guest_on};
+use ferry_tests::{Cache, GuestCache, Kind, Options, Place, Share, collect, directory, guest_on};
 
 /// A guest without KVM on a machine that has other things to do.
 const TIMEOUT: Duration = Duration::from_secs(600);
@@ -319,7 +319,7 @@ fn in_a_guest(script: &str, theirs: &Path) {
     let words = sh.into_iter().chain([program.as_os_str(), mkfs.as_os_str(), theirs.as_os_str()]);
     let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
-    let programs = Share::of(Path::new("/"), folder(Place::Disk), dir, options);
+    let programs = Share::of(Path::new("/"), directory(Place::Disk), dir, options);
     let mut guest = guest_on(&programs.socket, words);
     guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
     guest.mounts.clear();

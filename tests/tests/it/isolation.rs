@@ -14,7 +14,7 @@ use ferry_driver::load::{self, Load, LoadTarget, Op};
 use ferry_driver::{Caller, Error, ROOT};
 use ferry_isolation::Capabilities;
 use ferry_tests::sandboxed::{SOON, Served, TICK, USER, UserHome, as_user, is_root};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use rustix::process::{Signal, kill_process};
 
 const O_RDWR_CREAT: u32 = 0o102;
@@ -264,7 +264,7 @@ fn is_confined(served: &Served, capabilities: u64) {
     // The process's two, and one more for those that serve the guest.
     let filters = served.inside.status("Seccomp_filters");
     assert!(["2", "3"].iter().all(|count| filters.iter().any(|found| found == count)), "{filters:?}");
-    // Of the host nothing is left but the shared directory, the folder that holds it, and its own descriptors.
+    // Of the host nothing is left but the shared directory, the directory that holds it, and its own descriptors.
     served.is_confined(1, &[], capabilities);
     assert_eq!(served.inside.sees("proc/self"), ["fd", "uid_map"]);
     assert_eq!(fs::read_to_string(served.inside.file("root/share/0/file")).unwrap(), "inside");
@@ -521,7 +521,7 @@ fn one_that_is_bound_to_a_cpu_polls() {
 /// What cannot be confined says so, if it was asked to be.
 #[test]
 fn unsuitable_options_are_refused() {
-    let folder = folder(Place::Disk);
+    let directory = directory(Place::Disk);
     for (line, words) in [
         ("share mem --mount m --sandbox namespace", "is mounted on this host"),
         ("share mem --virtiofs s --sandbox chroot", "one shared directory"),
@@ -530,7 +530,7 @@ fn unsuitable_options_are_refused() {
         ("share . --virtiofs s --modcaps everything", "not a list of capabilities"),
     ] {
         let mut command = Command::new(ferry_tests::mounts::program());
-        let output = command.args(line.split(' ')).current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
+        let output = command.args(line.split(' ')).current_dir(directory.path()).stdin(Stdio::null()).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && said.contains(words), "{line}: {said}");
     }

@@ -85,7 +85,7 @@ fn ends(mut served: Served) {
     assert!(!served.home.at("s").exists(), "the socket is left behind");
 }
 
-/// By a unix socket: those that connect see its folder, and can open nothing in it; all others do not see it.
+/// By a unix socket: those that connect see its directory, and can open nothing in it; all others do not see it.
 fn unix_sockets_are_reached(user: u32) {
     let behind = server(user, "unix:n");
     let socket = behind.home.at("n");

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use ferry_tests::{GuestCache, Place, folder};
+use ferry_tests::{GuestCache, Place, directory};
 
 /// A guest under emulation boots in ten seconds.
 const LIMIT: Duration = Duration::from_secs(240);
@@ -127,7 +127,7 @@ fn libvirt_starts_it_as_virtiofsd() {
     }
     let cache = GuestCache::from_env().unwrap();
     let (root, qemu) = (cache.libvirt().unwrap(), cache.qemu().unwrap());
-    let here = folder(Place::Disk);
+    let here = directory(Place::Disk);
     let at = |name: &str| here.path().join(name);
     for tree in ["plain", "full", "mapped"] {
         fs::create_dir_all(at("host").join(tree)).unwrap();

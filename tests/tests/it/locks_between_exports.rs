@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use ferry_9p_client::{Client, Options, Unix};
 use ferry_driver::{Config, Driver, ROOT};
 use ferry_tests::mounts::{Emergency, RunningProgram, Watchdog, assert_nothing_left, ferry, missing};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use ferry_vfs::{
     Caller, Errno, FileSystem, Handle, Ino, Lock, LockKind, LockOutcome, LockOwner, Name, OFlags, SessionId, Waiter,
 };
@@ -49,16 +49,16 @@ struct Parties {
 }
 
 impl Parties {
-    fn of(folder: &Path) -> Self {
-        fs::write(folder.join("mnt/file"), "text").unwrap();
-        let mounted = File::options().read(true).write(true).open(folder.join("mnt/file")).unwrap();
-        let client = Client::connect(Arc::new(Unix(folder.join("n"))), Options::default()).unwrap();
+    fn of(directory: &Path) -> Self {
+        fs::write(directory.join("mnt/file"), "text").unwrap();
+        let mounted = File::options().read(true).write(true).open(directory.join("mnt/file")).unwrap();
+        let client = Client::connect(Arc::new(Unix(directory.join("n"))), Options::default()).unwrap();
         let session = SessionId::unique();
         let cx = Caller { session, ..Caller::default() };
         let ino = client.lookup(&cx, Ino::ROOT, Name::new(b"file").unwrap()).unwrap().ino;
         let handle = client.open(&cx, ino, OFlags::RDWR).unwrap();
         let config = Config { queues: 2, timeout: SOON, ..Config::default() };
-        let mut guest = Driver::connect(folder.join("v"), config).unwrap();
+        let mut guest = Driver::connect(directory.join("v"), config).unwrap();
         guest.init().unwrap();
         let node = guest.lookup(ROOT, "file").unwrap().nodeid;
         let fh = guest.open(node, O_RDWR).unwrap().fh;
@@ -120,12 +120,12 @@ struct Served {
 }
 
 impl Served {
-    fn of(source: &str, flags: &[&str], folder: &Path) -> Self {
-        let mountpoint = folder.join("mnt");
+    fn of(source: &str, flags: &[&str], directory: &Path) -> Self {
+        let mountpoint = directory.join("mnt");
         fs::create_dir(&mountpoint).unwrap();
         let words = ["--size", "16M", "--mount", "mnt", "--9p", "unix:n", "--virtiofs", "v", "--json"];
         let mut command = ferry(["share", source]);
-        let server = Arc::new(Mutex::new(RunningProgram::new(command.args(words).args(flags).current_dir(folder))));
+        let server = Arc::new(Mutex::new(RunningProgram::new(command.args(words).args(flags).current_dir(directory))));
         let emergency = Emergency::new(&mountpoint, Some(Arc::clone(&server)));
         let watchdog = Watchdog::new(emergency.clone(), LIMIT);
         let served = Self { emergency, watchdog, server };
@@ -142,14 +142,14 @@ impl Served {
     }
 
     /// Ends it, and looks that nothing is left.
-    fn end(&mut self, folder: &Path) {
+    fn end(&mut self, directory: &Path) {
         let pid = self.server.lock().unwrap().pid();
         kill_process(pid, Signal::TERM).unwrap();
         let status = self.server.lock().unwrap().wait(SOON);
         assert!(status.is_some_and(|status| status.success()), "{status:?}: {:?}", self.said());
         assert!(!self.watchdog.dismiss(), "it took too long");
-        fs::remove_file(folder.join("p")).ok();
-        assert_nothing_left(&folder.join("mnt"));
+        fs::remove_file(directory.join("p")).ok();
+        assert_nothing_left(&directory.join("mnt"));
     }
 }
 
@@ -214,9 +214,9 @@ fn locks_are_shared(source: &str) {
         ferry_skip::skip!("{why}");
         return;
     }
-    let folder = folder(Place::Disk);
-    let mut served = Served::of(source, &[], folder.path());
-    let mut parties = Parties::of(folder.path());
+    let directory = directory(Place::Disk);
+    let mut served = Served::of(source, &[], directory.path());
+    let mut parties = Parties::of(directory.path());
     exclude(&mut parties);
     wait_for_each_other(&mut parties);
     // Who goes gives up what he has.
@@ -229,7 +229,7 @@ fn locks_are_shared(source: &str) {
         std::thread::sleep(Duration::from_millis(5));
     }
     drop(mounted);
-    served.end(folder.path());
+    served.end(directory.path());
 }
 
 /// The kernel keeps the mount's locks, and would the guest's; so it has not to be told of each close.
@@ -241,13 +241,13 @@ fn local_locks_conflict_with_no_others() {
         return;
     }
     for (flags, are_local) in [(&[][..], false), (&["--local-locks"][..], true)] {
-        let folder = folder(Place::Disk);
-        let mut served = Served::of("mem", flags, folder.path());
-        let mut parties = Parties::of(folder.path());
+        let directory = directory(Place::Disk);
+        let mut served = Served::of("mem", flags, directory.path());
+        let mut parties = Parties::of(directory.path());
         assert!(parties.set(ClientKind::Mount, LockKind::Write));
         assert_eq!(parties.set(ClientKind::NineP, LockKind::Write), are_local);
         // Of the other kind, which this process can be in its own way with.
-        let again = File::open(folder.path().join("mnt/file")).unwrap();
+        let again = File::open(directory.path().join("mnt/file")).unwrap();
         parties.mounted.try_lock().unwrap();
         assert!(again.try_lock_shared().is_err(), "the mount's own meet each other");
         drop(again);
@@ -257,7 +257,7 @@ fn local_locks_conflict_with_no_others() {
             assert_eq!(open.open_flags & OpenFlags::NOFLUSH.bits() == 0, is_told, "{flags:?} {mode}");
         }
         drop(parties);
-        served.end(folder.path());
+        served.end(directory.path());
     }
 }
 

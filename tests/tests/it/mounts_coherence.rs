@@ -8,7 +8,7 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use ferry_tests::mounts::{Cell, MountOptions, Mounted, Pair, Site, each_change};
-use ferry_tests::{Place, folder, on_cells};
+use ferry_tests::{Place, directory, on_cells};
 use ferry_vfs::{Caller, FileSystem, Ino, Name};
 use rustix::process::{Signal, kill_process};
 
@@ -62,9 +62,9 @@ fn changes_of_persistent_files() {
 /// Names and contents as one mount shows them.
 fn contents(root: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut all = BTreeMap::new();
-    for folder in fs::read_dir(root).unwrap() {
-        let folder = folder.unwrap().path();
-        for entry in fs::read_dir(&folder).unwrap() {
+    for directory in fs::read_dir(root).unwrap() {
+        let directory = directory.unwrap().path();
+        for entry in fs::read_dir(&directory).unwrap() {
             let path = entry.unwrap().path();
             let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
             all.insert(name, fs::read(&path).unwrap());
@@ -132,9 +132,9 @@ const RATIO_MAX: f64 = 1.5;
 /// Further rounds, because the machine may be busy during one of the two.
 const TRIES: usize = 5;
 
-/// Returns the time of a `stat` in each of these folders: medians over alternating rounds.
-fn look(folders: [&Path; 2]) -> [Duration; 2] {
-    let paths = folders.map(|at| (0..FILES).map(|number| at.join(format!("file{number}"))).collect::<Vec<_>>());
+/// Returns the time of a `stat` in each of these directories: medians over alternating rounds.
+fn look(directories: [&Path; 2]) -> [Duration; 2] {
+    let paths = directories.map(|at| (0..FILES).map(|number| at.join(format!("file{number}"))).collect::<Vec<_>>());
     let mut took = [Vec::new(), Vec::new()];
     for _ in 0..LOOKS {
         for (paths, took) in paths.iter().zip(&mut took) {
@@ -154,19 +154,19 @@ fn look(folders: [&Path; 2]) -> [Duration; 2] {
 /// A cached `stat` sends no request, because the server is stopped, and takes hardly longer than on tmpfs.
 fn cached_stat(cell: &Cell) {
     let Some(mounted) = Mounted::new(cell) else { return };
-    let local = folder(Place::Memory);
-    for folder in [&mounted.site.path, local.path()] {
+    let local = directory(Place::Memory);
+    for directory in [&mounted.site.path, local.path()] {
         for number in 0..FILES {
-            fs::write(folder.join(format!("file{number}")), "text").unwrap();
+            fs::write(directory.join(format!("file{number}")), "text").unwrap();
         }
     }
-    let folders = [mounted.site.path.as_path(), local.path()];
-    look(folders);
+    let directories = [mounted.site.path.as_path(), local.path()];
+    look(directories);
     let pid = mounted.server().pid();
     kill_process(pid, Signal::STOP).unwrap();
     let mut ratios = Vec::new();
     while !ratios.last().is_some_and(|ratio| *ratio < RATIO_MAX) && ratios.len() < TRIES {
-        let [here, there] = look(folders);
+        let [here, there] = look(directories);
         ratios.push(here.as_secs_f64() / there.as_secs_f64());
         println!("{cell}: a cached stat takes {here:?}, on tmpfs {there:?}");
     }
@@ -208,9 +208,9 @@ fn files_deleted_by_others_release_their_space() {
     let file = mounted.below.join("file");
     fs::write(&file, "content").unwrap();
     mounted.site.sh("chmod 600 file", LIMIT).ok();
-    let folder = format!("/proc/{}/fd", mounted.server().pid().as_raw_nonzero());
+    let directory = format!("/proc/{}/fd", mounted.server().pid().as_raw_nonzero());
     let is_open = || {
-        let open = fs::read_dir(&folder).unwrap().flatten().filter_map(|entry| fs::read_link(entry.path()).ok());
+        let open = fs::read_dir(&directory).unwrap().flatten().filter_map(|entry| fs::read_link(entry.path()).ok());
         open.into_iter().any(|path| path.to_string_lossy().contains(file.to_str().unwrap()))
     };
     assert!(is_open());

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ferry_tests::mounts::{
     Cell, MountOptions, Mounted, Site, Source, assert_nothing_left, ferry, missing, mount_entry, program, unmount,
 };
-use ferry_tests::{GuestResult, Place, folder, on_cells};
+use ferry_tests::{GuestResult, Place, directory, on_cells};
 use tempfile::TempDir;
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
@@ -27,16 +27,16 @@ fn sentence(ran: &GuestResult) -> &str {
     text
 }
 
-/// A folder on a disk with a mount point; `None`: mounts are impossible here.
+/// A directory on a disk with a mount point; `None`: mounts are impossible here.
 fn mountpoint() -> Option<(TempDir, PathBuf)> {
     if let Some(why) = missing() {
         ferry_skip::skip!("{why}");
         return None;
     }
-    let folder = folder(Place::Disk);
-    let at = folder.path().join("mnt");
+    let directory = directory(Place::Disk);
+    let at = directory.path().join("mnt");
     fs::create_dir(&at).unwrap();
-    Some((folder, at))
+    Some((directory, at))
 }
 
 /// Mounts in the background, as users do; returns the outcome of the command.
@@ -48,8 +48,8 @@ fn mount(source: &str, mountpoint: &Path, before: &[&str]) -> GuestResult {
 
 #[test]
 fn unsuitable_mount_points_are_refused() {
-    let Some((folder, _)) = mountpoint() else { return };
-    let place = |name: &str| folder.path().join(name);
+    let Some((directory, _)) = mountpoint() else { return };
+    let place = |name: &str| directory.path().join(name);
     fs::write(place("file"), "").unwrap();
     fs::create_dir_all(place("full/inside")).unwrap();
     std::os::unix::fs::symlink("nowhere", place("link")).unwrap();
@@ -88,7 +88,7 @@ fn a_used_mount_point_is_refused() {
 
 #[test]
 fn a_background_mount_is_ready_at_once() {
-    let Some((_folder, at)) = mountpoint() else { return };
+    let Some((_directory, at)) = mountpoint() else { return };
     mount("mem", &at, &[]).ok();
     // It exists when the command returns.
     assert!(mount_entry(&at).is_some_and(|entry| entry.contains("fuse.ferry")));
@@ -100,8 +100,8 @@ fn a_background_mount_is_ready_at_once() {
 
 #[test]
 fn a_missing_device_is_an_error() {
-    let Some((_folder, at)) = mountpoint() else { return };
-    // A separate device folder, as in a container.
+    let Some((_directory, at)) = mountpoint() else { return };
+    // A separate device directory, as in a container.
     let script = "mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && exec \"$@\"";
     let ran = mount("mem", &at, &["unshare", "-m", "sh", "-euc", script, "sh"]);
     let text = sentence(&ran);
@@ -112,7 +112,7 @@ fn a_missing_device_is_an_error() {
 /// With increasing limits of descriptors a mount is refused with an error, until the limit suffices.
 #[test]
 fn too_few_descriptors_are_an_error() {
-    let Some((_folder, at)) = mountpoint() else { return };
+    let Some((_directory, at)) = mountpoint() else { return };
     let (mut refused, mut worked) = (0, 0);
     for limit in (6..=64).step_by(2) {
         let ran = mount("mem", &at, &["prlimit", &format!("--nofile={limit}:{limit}")]);
@@ -211,9 +211,9 @@ fn signals_end_a_mount() {
 /// Unavailable features are refused before anything is mounted.
 #[test]
 fn unavailable_features_are_reported() {
-    let Some((folder, at)) = mountpoint() else { return };
-    let pmem = format!("pmem:{}", folder.path().join("below").display());
-    let here = Site::on_host(folder.path());
+    let Some((directory, at)) = mountpoint() else { return };
+    let pmem = format!("pmem:{}", directory.path().join("below").display());
+    let here = Site::on_host(directory.path());
     for (args, words) in [
         (&["mem", "--passthrough", "on", "--writeback"][..], &["writeback", "passthrough"][..]),
         (&[&pmem, "--size", "256M", "--passthrough", "on"], &["passthrough"]),

@@ -17,7 +17,7 @@ const CHECKS: &str = "rename-flags tmpfile unlinked-but-open mmap-shared mmap-pr
 const SCRIPT: &str = r#"
 ferry=$1 probe=$2 path=$3 passthrough=$4 checks=$5
 echo Y >/sys/module/fuse/parameters/enable_uring
-# The guest's own files are there; control sockets want a folder that nobody else can enter.
+# The guest's own files are there; control sockets want a directory that nobody else can enter.
 chmod 700 /run/ferry
 mkdir /mnt/at
 timeout 60 "$ferry" mount mem /mnt/at --path "$path" --passthrough "$passthrough" --allow-other --size 64M

@@ -8,7 +8,7 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use ferry_tests::mounts::{Cell, Mounted, Transport, missing, with_uring};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 
 const FAULTY: &str = env!("CARGO_BIN_EXE_ferry-faulty");
 
@@ -28,8 +28,8 @@ fn faulty(road: Transport, given_up: Duration, test: impl FnOnce(&Mounted)) {
         ferry_skip::skip!("{why}");
         return;
     }
-    let folder = folder(Place::Disk);
-    let mountpoint = folder.path().join("mnt");
+    let directory = directory(Place::Disk);
+    let mountpoint = directory.path().join("mnt");
     fs::create_dir(&mountpoint).unwrap();
     let path = if road == Transport::Uring { "uring" } else { "devfuse" };
     let mut command = Command::new(FAULTY);

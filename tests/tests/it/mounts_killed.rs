@@ -7,14 +7,14 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ferry_tests::mounts::{Cell, MountOptions, Mounted, Pair, Site};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use tempfile::TempDir;
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
 /// The number of kills: only some hit a blocked notification.
 const ROUNDS: u32 = 20;
-/// The number of callers on each mount, all in the same few folders.
+/// The number of callers on each mount, all in the same few directories.
 const CALLERS: u32 = 3;
 /// The maximum time until a killed server and its callers have ended. It usually takes milliseconds; a hang lasts until the
 /// connection is aborted.
@@ -55,10 +55,10 @@ struct Controls(TempDir);
 
 impl Controls {
     fn mount() -> Self {
-        let folder = folder(Place::Disk);
-        let status = Command::new("mount").args(["-t", "fusectl", "none"]).arg(folder.path()).status().unwrap();
+        let directory = directory(Place::Disk);
+        let status = Command::new("mount").args(["-t", "fusectl", "none"]).arg(directory.path()).status().unwrap();
         assert!(status.success(), "the controls of FUSE connections cannot be mounted");
-        Self(folder)
+        Self(directory)
     }
 
     /// Returns the identity of a connection: unlike its number, it is never reused.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ferry_tests::mounts::{Cell, MountOptions, Mounted, NinePServer, ServerVendor};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use tempfile::TempDir;
 
@@ -26,9 +26,9 @@ fn cell(name: &str) -> Cell {
 }
 
 fn served() -> (TempDir, NinePServer) {
-    let folder = folder(Place::Disk);
-    let server = NinePServer::start(ServerVendor::Ferry, folder.path()).unwrap();
-    (folder, server)
+    let directory = directory(Place::Disk);
+    let server = NinePServer::start(ServerVendor::Ferry, directory.path()).unwrap();
+    (directory, server)
 }
 
 fn mount(server: &NinePServer, name: &str) -> Option<Mounted> {
@@ -51,7 +51,7 @@ fn an_open_sees_files_closed_on_another_mount() {
         ("ninep_devfuse_auto_writeback", AGED),
     ];
     for (name, age) in modes {
-        let (_folder, server) = served();
+        let (_directory, server) = served();
         let Some(one) = mount(&server, name) else { return };
         let two = mount(&server, name).unwrap();
         let paths = [&one.site.path, &two.site.path];
@@ -67,12 +67,12 @@ fn an_open_sees_files_closed_on_another_mount() {
                 assert_eq!(fs::metadata(reader.join("file")).unwrap().len(), bytes as u64, "{name}");
             }
             fs::rename(writer.join("file"), writer.join("moved")).unwrap();
-            fs::create_dir(writer.join("folder")).unwrap();
+            fs::create_dir(writer.join("directory")).unwrap();
             std::thread::sleep(age);
             assert!(!reader.join("file").exists() && reader.join("moved").exists(), "{name}: a rename");
             assert_eq!(fs::read_dir(reader).unwrap().count(), 2, "{name}: a listing");
             fs::remove_file(reader.join("moved")).unwrap();
-            fs::remove_dir(reader.join("folder")).unwrap();
+            fs::remove_dir(reader.join("directory")).unwrap();
             std::thread::sleep(age);
             assert_eq!(fs::read_dir(writer).unwrap().count(), 0, "{name}: removed");
         }
@@ -85,7 +85,7 @@ fn an_open_sees_files_closed_on_another_mount() {
 /// lock.
 #[test]
 fn a_lock_shows_earlier_writes_under_it_elsewhere() {
-    let (_folder, server) = served();
+    let (_directory, server) = served();
     let Some(one) = mount(&server, "ninep_devfuse") else { return };
     let two = mount(&server, "ninep_devfuse").unwrap();
     fs::write(one.site.path.join("file"), [0; 8]).unwrap();
@@ -139,7 +139,7 @@ fn lock(file: &File, operation: FlockOperation) {
 /// With `--cache always` cached data of open files is not requested again.
 #[test]
 fn cached_data_need_no_server() {
-    let (_folder, server) = served();
+    let (_directory, server) = served();
     let text = pattern(1, 3 * MIB + 5);
     fs::write(server.shared().join("file"), &text).unwrap();
     let Some(mounted) = mount(&server, "ninep_devfuse_always") else { return };
@@ -186,7 +186,7 @@ fn caller(number: u32, at: &Path, shared: &File) -> io::Result<()> {
 #[test]
 fn many_callers_do_not_interfere() {
     for name in ["ninep_devfuse", "ninep_devfuse_none"] {
-        let (_folder, server) = served();
+        let (_directory, server) = served();
         let Some(mounted) = mount(&server, name) else { return };
         let at = &mounted.site.path;
         let shared = File::options().create_new(true).read(true).write(true).open(at.join("shared")).unwrap();
@@ -303,7 +303,7 @@ fn moved(at: &Path, number: u32, text: &[u8]) -> bool {
 #[test]
 fn a_server_that_is_killed_and_started_again_loses_nothing_that_was_durable() {
     for name in ["ninep_devfuse", "ninep_devfuse_none"] {
-        let (_folder, server) = served();
+        let (_directory, server) = served();
         let text = pattern(99, 4 * MIB);
         fs::write(server.shared().join("text"), &text).unwrap();
         let Some(mounted) = mount(&server, name) else { return };
@@ -343,7 +343,7 @@ fn a_server_that_is_killed_and_started_again_loses_nothing_that_was_durable() {
 
 #[test]
 fn locks_outlive_the_server_and_not_the_mount() {
-    let (_folder, server) = served();
+    let (_directory, server) = served();
     let Some(one) = mount(&server, "ninep_devfuse") else { return };
     let two = mount(&server, "ninep_devfuse").unwrap();
     fs::write(one.site.path.join("file"), "text").unwrap();

@@ -11,7 +11,7 @@ use ferry_tests::suites::programs::{
     FIO_ENGINES, MAKE_REPOSITORY, SQLITE, USE_REPOSITORY, fio as fio_line, has_sqlite,
 };
 use ferry_tests::suites::{build as tree, fsx as operations};
-use ferry_tests::{Place, folder, on_cells};
+use ferry_tests::{Place, directory, on_cells};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -67,7 +67,7 @@ const FAILING_ON_DIOD: &[(&[&str], &str)] = &[
             "truncate::enametoolong_path",
             "unlink::enametoolong_path",
         ],
-        "the longest path that there may be is too long behind the path of the shared folder",
+        "the longest path that there may be is too long behind the path of the shared directory",
     ),
     (
         &[
@@ -114,10 +114,10 @@ fn mounted_with(cell: &Cell, flags: &[&str], limit: Duration, test: impl FnOnce(
 fn posix(cell: &Cell) {
     mounted(cell, LIMIT, |mounted| {
         let run_cases = |remount, only: Option<&str>| {
-            let scratch = folder(Place::Disk);
+            let scratch = directory(Place::Disk);
             // Cases act as other users, too.
             std::fs::set_permissions(scratch.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-            let second = folder(Place::Memory);
+            let second = directory(Place::Memory);
             let config = scratch.path().join("pjdfstest.toml");
             let mut command = pjdfstest::command(&config, &mounted.site.path, second.path(), remount);
             command.extend(only.map(Into::into));
@@ -206,7 +206,7 @@ on_cells!(probe: quick [dir_devfuse, dir_passthrough, mem_uring, pmem_uring, nin
 fn fsx_of(cell: &Cell, weights: &str, count: u32, seed: u32) {
     let limit = Duration::from_secs(60 + u64::from(count) / 50);
     mounted(cell, limit, |mounted| {
-        let scratch = folder(Place::Disk);
+        let scratch = directory(Place::Disk);
         let config = scratch.path().join("fsx.toml");
         let command = operations::command(&config, &mounted.site.path.join("file"), weights, count, seed);
         mounted.site.run(Command::new(&command[0]).args(&command[1..]), limit).ok();
@@ -275,7 +275,7 @@ on_cells!(git: quick [dir_passthrough, mem_uring, pmem_devfuse, ninep_devfuse]
     long [dir_uring, dir_devfuse, mem_devfuse, mem_passthrough, pmem_uring, pmem_passthrough, mem_uring_always,
     ninep_devfuse_none, ninep_devfuse_always, diod_devfuse]);
 
-/// Builds the tree in a folder; returns the results.
+/// Builds the tree in a directory; returns the results.
 fn build_in(site: &Site, files: u32, limit: Duration) -> Vec<(&'static str, String)> {
     tree::write_tree(&site.path.join("tree"), files).unwrap();
     site.sh(&format!("cd tree\n{}", tree::BUILD), limit).ok();
@@ -283,7 +283,7 @@ fn build_in(site: &Site, files: u32, limit: Duration) -> Vec<(&'static str, Stri
 }
 
 fn build_of(cell: &Cell, files: u32) {
-    let host = folder(Place::Disk);
+    let host = directory(Place::Disk);
     mounted(cell, LIMIT * 3, |mounted| {
         let expected = build_in(&Site::on_host(host.path()), files, LIMIT);
         let rebuilt = &expected.iter().find(|(name, _)| *name == "built.2").unwrap().1;
@@ -330,8 +330,8 @@ on_cells!(sqlite: quick [dir_uring, mem_devfuse, mem_passthrough, pmem_uring]
 #[test]
 fn the_host_passes_all_suites() {
     for place in [Place::Disk, Place::Memory] {
-        let folder = folder(place);
-        let site = Site::on_host(folder.path());
+        let directory = directory(place);
+        let site = Site::on_host(directory.path());
         build_in(&site, 20, LIMIT);
         site.sh(MAKE_REPOSITORY, LIMIT).ok();
         site.sh(USE_REPOSITORY, LIMIT).ok();

@@ -432,11 +432,11 @@ fn race(time: Duration) {
 
 /// A share whose directory and file are swapped with links to what lies beside it.
 fn race_with(time: Duration, file_handles: bool) {
-    let folder = ferry_tests::folder(Place::Disk);
-    let (inside, outside) = race_course(&folder);
+    let directory = ferry_tests::directory(Place::Disk);
+    let (inside, outside) = race_course(&directory);
     let before = tree(&outside);
     let options = ferry_dir::Options { file_handles, descriptors_max: Some(32), ..ferry_dir::Options::default() };
-    let share = Share::of(&inside, folder, options, Options { cache: Cache::Auto, ..Options::default() });
+    let share = Share::of(&inside, directory, options, Options { cache: Cache::Auto, ..Options::default() });
     println!("file handles {file_handles}:");
     run_race(time, &inside, connect(&share));
     assert_eq!(tree(&outside), before, "something outside the share was changed");
@@ -444,8 +444,8 @@ fn race_with(time: Duration, file_handles: bool) {
 }
 
 /// What is shared, and what is beside it.
-fn race_course(folder: &TempDir) -> (PathBuf, PathBuf) {
-    let (inside, outside) = (folder.path().join("shared"), folder.path().join("outside"));
+fn race_course(directory: &TempDir) -> (PathBuf, PathBuf) {
+    let (inside, outside) = (directory.path().join("shared"), directory.path().join("outside"));
     for dir in ["dir", "sub/dir"] {
         fs::create_dir_all(inside.join(dir)).unwrap();
         fs::write(inside.join(dir).join("secret"), "inside").unwrap();
@@ -488,10 +488,10 @@ fn run_race(time: Duration, inside: &Path, driver: Driver) {
 
 /// The same with the program in its whole sandbox.
 fn race_the_program(time: Duration, flags: &[&str]) {
-    let folder = ferry_tests::folder(Place::Disk);
-    let (inside, outside) = race_course(&folder);
+    let directory = ferry_tests::directory(Place::Disk);
+    let (inside, outside) = race_course(&directory);
     let before = tree(&outside);
-    let socket = folder.path().join("s");
+    let socket = directory.path().join("s");
     let mut command = std::process::Command::new(ferry_tests::mounts::program());
     command.arg("share").arg(&inside).arg("--virtiofs").arg(&socket).arg("--json").args(flags);
     command.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::piped()).env_remove("FERRY_LOG");
@@ -509,9 +509,9 @@ fn race_the_program(time: Duration, flags: &[&str]) {
     assert_eq!(tree(&outside), before, "something outside the share was changed");
 }
 
-/// The names below a folder, with modes, sizes, contents of files and times of change.
-fn tree(folder: &Path) -> Vec<(String, u32, String, i64, i64)> {
-    let mut all: Vec<_> = fs::read_dir(folder)
+/// The names below a directory, with modes, sizes, contents of files and times of change.
+fn tree(directory: &Path) -> Vec<(String, u32, String, i64, i64)> {
+    let mut all: Vec<_> = fs::read_dir(directory)
         .unwrap()
         .map(|entry| {
             let entry = entry.unwrap();

@@ -11,7 +11,7 @@ use ferry_ninep::Options;
 use ferry_tests::ninep::{NinePShare, TREE};
 use ferry_tests::suites::fsx::{self, MAPPED, PLAIN};
 use ferry_tests::suites::pjdfstest::{self, Results};
-use ferry_tests::{GuestResult, MOUNTPOINT, Place, TIMEOUT, collect, folder, run};
+use ferry_tests::{GuestResult, MOUNTPOINT, Place, TIMEOUT, collect, directory, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -192,7 +192,7 @@ fn system_calls_behave_as_on_a_local_file_system() {
 
 fn fsx_in(mode: &str, weights: &str, operations: u32, seed: u32) {
     let Some(share) = NinePShare::new(Place::Disk) else { return };
-    let files = folder(Place::Disk);
+    let files = directory(Place::Disk);
     let file = Path::new(MOUNTPOINT).join("file");
     let command = fsx::command(&files.path().join("fsx.toml"), &file, weights, operations, seed);
     let ran = run(share.guest(mode, command), Duration::from_secs(120 + u64::from(operations) / 20));
@@ -242,7 +242,7 @@ const NO_CTIME: &str =
 fn pjdfstest_in_every_mode() {
     for mode in MODES.into_iter().chain([FSCACHE]) {
         let Some(share) = NinePShare::new(Place::Disk) else { return };
-        let config = folder(Place::Disk);
+        let config = directory(Place::Disk);
         let path = config.path().join("pjdfstest.toml");
         let command = pjdfstest::command(&path, Path::new(MOUNTPOINT), Path::new("/dev/shm"), false);
         let ran = run(share.guest(mode, command), Duration::from_secs(900));

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use ferry_dir::Dir;
 use ferry_ninep::{Export, Options};
 use ferry_tests::mounts::{diod, go_program};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use tempfile::TempDir;
 
 /// A server of a directory with a few files in it.
@@ -18,7 +18,7 @@ struct Server {
     address: SocketAddr,
     shared: PathBuf,
     _export: Export,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 fn pattern(bytes: u32) -> Vec<u8> {
@@ -28,8 +28,8 @@ fn pattern(bytes: u32) -> Vec<u8> {
 impl Server {
     fn new() -> Self {
         ferry_tests::log();
-        let folder = folder(Place::Disk);
-        let shared = folder.path().join("shared");
+        let directory = directory(Place::Disk);
+        let shared = directory.path().join("shared");
         fs::create_dir_all(shared.join("sub")).unwrap();
         fs::write(shared.join("small"), "hello\n").unwrap();
         fs::write(shared.join("big"), pattern(3_000_001)).unwrap();
@@ -40,7 +40,7 @@ impl Server {
         let address = listener.local_addr().unwrap();
         let source = Arc::new(Dir::open(&shared, ferry_dir::Options::default()).unwrap());
         let export = Export::start(vec![listener.into()], source, Options::default()).unwrap();
-        Self { address, shared, _export: export, _folder: folder }
+        Self { address, shared, _export: export, _directory: directory }
     }
 }
 
@@ -57,8 +57,8 @@ fn sorted(lines: &[u8]) -> Vec<String> {
     names
 }
 
-fn names_in(folder: &Path) -> Vec<String> {
-    let entries = fs::read_dir(folder).unwrap();
+fn names_in(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).unwrap();
     let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort_unstable();
     names

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ferry_9p_client::{Cache, Client, Options, Unix};
 use ferry_tests::mounts::{NinePServer, RunningProgram, ServerVendor, ferry, missing};
-use ferry_tests::{Place, folder};
+use ferry_tests::{Place, directory};
 use ferry_vfs::{Attr, Caller, Entry, Errno, FileSystem, FileType, Ino, IoRange, Name, OFlags, Statfs};
 use ferry_wire::ninep::{Fid, Frame, Getattr, Qid, QidKind, Reply, Request, VERSION};
 use tempfile::TempDir;
@@ -33,7 +33,7 @@ struct ServerRecord {
 
 /// The server, and the program that shares its tree again, at the socket `again`.
 struct Shared {
-    folder: TempDir,
+    directory: TempDir,
     heard: Arc<Mutex<ServerRecord>>,
     streams: Arc<Mutex<Vec<UnixStream>>>,
     program: RunningProgram,
@@ -41,8 +41,8 @@ struct Shared {
 
 impl Shared {
     fn with(flags: &str) -> Self {
-        let folder = folder(Place::Disk);
-        let listener = UnixListener::bind(folder.path().join("s")).unwrap();
+        let directory = directory(Place::Disk);
+        let listener = UnixListener::bind(directory.path().join("s")).unwrap();
         let heard = Arc::<Mutex<ServerRecord>>::default();
         let kept = Arc::clone(&heard);
         let streams = Arc::<Mutex<Vec<UnixStream>>>::default();
@@ -55,15 +55,15 @@ impl Shared {
                 std::thread::spawn(move || serve(stream, &heard));
             }
         });
-        let program = again(folder.path(), flags);
-        let shared = Self { folder, heard, streams, program };
+        let program = again(directory.path(), flags);
+        let shared = Self { directory, heard, streams, program };
         shared.wait_until("it serves", |shared| shared.program.said().0.ends_with('\n'));
         shared
     }
 
     /// The server goes, and nobody comes in its place.
     fn leave(&self) {
-        fs::remove_file(self.folder.path().join("s")).unwrap();
+        fs::remove_file(self.directory.path().join("s")).unwrap();
         for stream in self.streams.lock().unwrap().iter() {
             let _ = stream.shutdown(Shutdown::Both);
         }
@@ -84,15 +84,15 @@ impl Shared {
 }
 
 /// The program, which shares the tree of the server at the socket `s` again.
-fn again(folder: &Path, flags: &str) -> RunningProgram {
+fn again(directory: &Path, flags: &str) -> RunningProgram {
     let mut command = ferry(["share", "9p:unix:s", "--9p", "unix:again", "--json"]);
-    RunningProgram::new(command.args(flags.split_whitespace()).current_dir(folder))
+    RunningProgram::new(command.args(flags.split_whitespace()).current_dir(directory))
 }
 
 /// A client of the program that keeps nothing.
-fn client(folder: &Path) -> Client {
+fn client(directory: &Path) -> Client {
     let options = Options { cache: Cache::None, patience: Duration::ZERO, ..Options::default() };
-    Client::connect(Arc::new(Unix(folder.join("again"))), options).unwrap()
+    Client::connect(Arc::new(Unix(directory.join("again"))), options).unwrap()
 }
 
 fn lookup(client: &Client, name: &str) -> Result<Entry, Errno> {
@@ -162,7 +162,7 @@ fn the_number_of_requests_in_flight_is_the_configured_one() {
     const CALLERS: usize = 12;
     for in_flight in [1, 3, 7] {
         let mut shared = Shared::with(&format!("--in-flight {in_flight}"));
-        let client = client(shared.folder.path());
+        let client = client(shared.directory.path());
         std::thread::scope(|scope| {
             for number in 0..CALLERS {
                 let client = &client;
@@ -181,7 +181,7 @@ fn the_number_of_requests_in_flight_is_the_configured_one() {
 #[test]
 fn the_wait_for_a_lost_server_is_the_configured_one() {
     let shared = Shared::with("--patience 2");
-    let client = client(shared.folder.path());
+    let client = client(shared.directory.path());
     shared.leave();
     let begin = Instant::now();
     assert_eq!(lookup(&client, "f").unwrap_err(), Errno::IO);
@@ -200,16 +200,16 @@ fn the_cache_size_is_the_configured_one() {
         return;
     }
     for (flags, is_kept) in [("--cache always", true), ("--cache always --cache-size 16M", false)] {
-        let folder = folder(Place::Disk);
-        let server = NinePServer::start(ServerVendor::Ferry, folder.path()).unwrap();
+        let directory = directory(Place::Disk);
+        let server = NinePServer::start(ServerVendor::Ferry, directory.path()).unwrap();
         fs::write(server.shared().join("f"), vec![1; usize::try_from(FILE_BYTES).unwrap()]).unwrap();
-        let program = again(folder.path(), flags);
+        let program = again(directory.path(), flags);
         let end = Instant::now() + SOON;
         while !program.said().0.ends_with('\n') {
             assert!(Instant::now() < end, "it does not serve: {:?}", program.said());
             std::thread::sleep(Duration::from_millis(5));
         }
-        let client = client(folder.path());
+        let client = client(directory.path());
         let ino = lookup(&client, "f").unwrap().ino;
         let handle = client.open(&Caller::default(), ino, OFlags::RDONLY).unwrap();
         let read = |offset| {

@@ -15,7 +15,7 @@ use ferry_ninep::{DeviceOptions, Export, Options};
 use ferry_tests::suites::fsx::{self, MAPPED, PLAIN};
 use ferry_tests::suites::pjdfstest::{self, Results};
 use ferry_tests::{
-    Cache, Device, Guest, Kind, MOUNTPOINT, Mount, Place, Running, SETTLE, Share, collect, folder, guest_on, run,
+    Cache, Device, Guest, Kind, MOUNTPOINT, Mount, Place, Running, SETTLE, Share, collect, directory, guest_on, run,
 };
 use ferry_vfs::FileSystem;
 use tempfile::TempDir;
@@ -34,23 +34,23 @@ struct NineP {
     socket: PathBuf,
     programs: Share,
     _export: Export,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl NineP {
     fn new() -> Self {
         let options = ferry_tests::Options { cache: Cache::Auto, queues: 1, ..ferry_tests::Options::default() };
         let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
-        let programs = Share::of(Path::new("/"), folder(Place::Disk), dir, options);
-        let folder = folder(Place::Disk);
-        let path = folder.path().join("shared");
+        let programs = Share::of(Path::new("/"), directory(Place::Disk), dir, options);
+        let directory = directory(Place::Disk);
+        let path = directory.path().join("shared");
         fs::create_dir(&path).unwrap();
         let dir = Arc::new(Dir::open(&path, ferry_dir::Options::default()).unwrap());
-        let socket = folder.path().join("s");
+        let socket = directory.path().join("s");
         let listener = UnixListener::bind(&socket).unwrap();
         let source = Arc::clone(&dir) as Arc<dyn FileSystem>;
         let export = Export::vhost_user(listener, source, DeviceOptions::of("work"), Options::default()).unwrap();
-        Self { dir, path, socket, programs, _export: export, _folder: folder }
+        Self { dir, path, socket, programs, _export: export, _directory: directory }
     }
 
     fn guest(&self, options: &str, script: &str) -> Guest {
@@ -236,7 +236,7 @@ const FAILING_LOOSE: &[&str] = &[
 fn pjdfstest_in_every_mode() {
     for mode in MODES {
         let share = NineP::new();
-        let config = folder(Place::Disk);
+        let config = directory(Place::Disk);
         let path = config.path().join("pjdfstest.toml");
         let command = pjdfstest::command(&path, Path::new(MOUNTPOINT), Path::new("/dev/shm"), false);
         let ran = run(share.guest_with(mode, command), SUITE_TIMEOUT);
@@ -255,7 +255,7 @@ fn pjdfstest_in_every_mode() {
 fn fsx_in_every_mode() {
     for (seed, mode) in (1..).zip(MODES) {
         let share = NineP::new();
-        let files = folder(Place::Disk);
+        let files = directory(Place::Disk);
         let maps = !(mode.contains("none") || mode.contains("readahead"));
         let file = Path::new(MOUNTPOINT).join("file");
         let weights = if maps { MAPPED } else { PLAIN };

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ferry_tests::mounts::{Cell, MountOptions, Mounted, NinePServer, ServerVendor, Site};
-use ferry_tests::{Place, folder, on_cells};
+use ferry_tests::{Place, directory, on_cells};
 use rustix::fs::{FlockOperation, XattrFlags, fcntl_lock};
 use rustix::io::Errno;
 
@@ -115,8 +115,8 @@ on_cells!(on_p9ufs: quick [p9ufs_devfuse] long [p9ufs_devfuse_none, p9ufs_devfus
 /// Two mounts of one diod: POSIX locks exclude each other, and what one closes the other sees.
 #[test]
 fn two_mounts_of_diod() {
-    let folder = folder(Place::Disk);
-    let Some(server) = NinePServer::start(ServerVendor::Diod, folder.path()) else { return };
+    let directory = directory(Place::Disk);
+    let Some(server) = NinePServer::start(ServerVendor::Diod, directory.path()) else { return };
     let cell: Cell = "diod_devfuse".parse().unwrap();
     let mount = || Mounted::of_server(&server, &cell, &MountOptions::default());
     let (Some(one), Some(two)) = (mount(), mount()) else { return };
@@ -184,7 +184,7 @@ fn files_in_a_setgid_directory_on_diod_have_its_group() {
                         echo text >file && stat -c '%n %g %a' dir pipe link file";
     for cell in ["diod_devfuse", "diod_devfuse_none"] {
         let Some(mounted) = Mounted::with(&cell.parse().unwrap(), &MountOptions::default()) else { return };
-        let local = folder(Place::Disk);
+        let local = directory(Place::Disk);
         let expected = Site::on_host(local.path()).sh(MADE, LIMIT).ok();
         assert_eq!(expected, "dir 4242 2755\npipe 4242 644\nlink 4242 777\nfile 4242 644\n");
         assert_eq!(mounted.site.sh(MADE, LIMIT).ok(), expected, "{cell}");
@@ -274,8 +274,8 @@ fn one_of_three_connections_to_diod_is_cut() {
 fn is_written_over_cuts() -> bool {
     const CONNECTIONS: usize = 3;
     const FILE_BYTES: u64 = 48 << 20;
-    let folder = folder(Place::Disk);
-    let Some(server) = NinePServer::start(ServerVendor::Diod, folder.path()) else { return true };
+    let directory = directory(Place::Disk);
+    let Some(server) = NinePServer::start(ServerVendor::Diod, directory.path()) else { return true };
     let (host, tree) = server.address().trim_start_matches("tcp:").split_once('/').unwrap();
     let way = Way::to(host);
     let cell: Cell = "diod_devfuse".parse().unwrap();
@@ -286,7 +286,7 @@ fn is_written_over_cuts() -> bool {
     let address = format!("tcp:{}/{tree}", way.address);
     let Some(mounted) = Mounted::of_address(&address, &cell, &options) else { return true };
     way.wait_for(CONNECTIONS);
-    let wanted = folder.path().join("wanted");
+    let wanted = directory.path().join("wanted");
     let mut noise = vec![0; usize::try_from(FILE_BYTES).unwrap()];
     File::open("/dev/urandom").unwrap().read_exact(&mut noise).unwrap();
     fs::write(&wanted, &noise).unwrap();

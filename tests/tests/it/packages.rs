@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ferry_tests::guest::Arch;
 use ferry_tests::mounts::program;
-use ferry_tests::{GuestCache, Place, TIMEOUT, folder, guest_on, run, static_program};
+use ferry_tests::{GuestCache, Place, TIMEOUT, directory, guest_on, run, static_program};
 use serde_json::Value;
 
 /// A stripped program is no larger.
@@ -33,25 +33,25 @@ fn checked(command: &mut Command) -> String {
 }
 
 /// Builds a package with a umask; returns its path.
-fn build(kind: &str, program: &Path, folder: &Path, umask: &str) -> PathBuf {
+fn build(kind: &str, program: &Path, directory: &Path, umask: &str) -> PathBuf {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../dist/package");
     let mut command = Command::new("sh");
     command.args(["-c", &format!("umask {umask}; exec {script} {kind}")]);
     // What is packed as the agent does not matter here.
     command.env("FERRY_AGENT", program).env("FERRY_SNAPSHOTTER", program.with_file_name("ferry-snapshotter"));
-    command.env("FERRY", program).env("CARGO_TARGET_DIR", folder).env("SOURCE_DATE_EPOCH", "1790000000");
+    command.env("FERRY", program).env("CARGO_TARGET_DIR", directory).env("SOURCE_DATE_EPOCH", "1790000000");
     PathBuf::from(checked(&mut command).trim_end())
 }
 
-/// Returns the contents of all files below a folder.
-fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+/// Returns the contents of all files below a directory.
+fn files(directory: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut files = BTreeMap::new();
-    let mut folders = vec![folder.to_owned()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(folder).unwrap() {
+    let mut directories = vec![directory.to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(directory).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
-                folders.push(path);
+                directories.push(path);
             } else {
                 let bytes = fs::read(&path).unwrap();
                 files.insert(path, bytes);
@@ -65,19 +65,19 @@ fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 #[test]
 #[ignore = "long: packs the program four times"]
 fn packages_are_reproducible_and_complete() {
-    let folder = folder(Place::Disk);
+    let directory = directory(Place::Disk);
     for (kind, needs) in [("deb", "dpkg-shlibdeps"), ("rpm", "rpmbuild")] {
         if !is_installed(needs) {
             ferry_skip::skip!("no {needs}: apt-get install dpkg-dev rpm");
             continue;
         }
-        let package = build(kind, program(), folder.path(), "022");
+        let package = build(kind, program(), directory.path(), "022");
         let first = fs::read(&package).unwrap();
-        assert_eq!(build(kind, program(), folder.path(), "077"), package);
+        assert_eq!(build(kind, program(), directory.path(), "077"), package);
         assert!(fs::read(&package).unwrap() == first, "{kind}: two runs differ");
         let listed = match kind {
             "deb" => checked(Command::new("dpkg-deb").arg("--contents").arg(&package)),
-            _ => checked(Command::new("rpm").args(["-qlp", "--dbpath"]).arg(folder.path()).arg(&package)),
+            _ => checked(Command::new("rpm").args(["-qlp", "--dbpath"]).arg(directory.path()).arg(&package)),
         };
         for file in [
             "/usr/bin/ferry",
@@ -151,11 +151,11 @@ fn packages_are_used_in_a_fresh_system() {
     let Some(suite) = release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME=")) else {
         return ferry_skip::skip!("/etc/os-release names no suite of Debian");
     };
-    let folder = folder(Place::Disk);
-    let system = folder.path().join("system");
+    let directory = directory(Place::Disk);
+    let system = directory.path().join("system");
     checked(Command::new("debootstrap").args(["--variant=minbase", suite]).arg(&system));
     for kind in ["deb", "rpm"] {
-        let package = build(kind, program(), folder.path(), "022");
+        let package = build(kind, program(), directory.path(), "022");
         let mut script = Command::new("unshare");
         script.args(["--mount", "--pid", "--fork", "sh", "-euc", USE_PACKAGE, "sh"]).args([&system, &package]);
         let said = checked(script.env("DEBIAN_FRONTEND", "noninteractive").env_remove("FERRY_LOG"));
@@ -176,24 +176,24 @@ fn the_rpm_needs_no_more_than_every_system_has() {
     if !is_installed("rpmbuild") {
         return ferry_skip::skip!("no rpmbuild: apt-get install rpm");
     }
-    let folder = folder(Place::Disk);
-    let package = build("rpm", program(), folder.path(), "022");
+    let directory = directory(Place::Disk);
+    let package = build("rpm", program(), directory.path(), "022");
     let query = |words: &[&str]| {
         let mut rpm = Command::new("rpm");
-        rpm.arg("--query").args(words).arg("--package").arg("--dbpath").arg(folder.path()).arg(&package);
+        rpm.arg("--query").args(words).arg("--package").arg("--dbpath").arg(directory.path()).arg(&package);
         checked(&mut rpm)
     };
     let known = ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux", "rtld(GNU_HASH)", "rpmlib(", "/bin/sh"];
     for needed in query(&["--requires"]).lines() {
         assert!(known.iter().any(|known| needed.starts_with(known)), "{needed}");
     }
-    // Folders of the system's are not the package's: it would conflict with others.
+    // Directories of the system's are not the package's: it would conflict with others.
     let shown = query(&["--queryformat", "[%{FILEMODES:perms} %{FILEUSERNAME} %{FILENAMES}\\n]"]);
-    let mut folders: Vec<_> = shown.lines().filter(|line| line.starts_with('d')).collect();
-    folders.sort_unstable_by_key(|line| line.rsplit_once(' '));
+    let mut directories: Vec<_> = shown.lines().filter(|line| line.starts_with('d')).collect();
+    directories.sort_unstable_by_key(|line| line.rsplit_once(' '));
     let licenses = concat!("/usr/share/licenses/ferry-", env!("CARGO_PKG_VERSION"));
     assert_eq!(
-        folders,
+        directories,
         ["/etc/ferry", "/usr/share/ferry", "/usr/share/ferry/openrc", licenses]
             .map(|path| format!("drwxr-xr-x root {path}"))
     );
@@ -263,11 +263,11 @@ fn the_container_image_is_reproducible_and_shares_its_volume() {
     if !rustix::process::geteuid().is_root() {
         return ferry_skip::skip!("needs root for namespaces");
     }
-    let folder = folder(Place::Disk);
-    let path = |name: &str| folder.path().join(name);
-    let image = build("container", &ferry, folder.path(), "022");
+    let directory = directory(Place::Disk);
+    let path = |name: &str| directory.path().join(name);
+    let image = build("container", &ferry, directory.path(), "022");
     let first = files(&image);
-    assert_eq!(build("container", &ferry, folder.path(), "077"), image);
+    assert_eq!(build("container", &ferry, directory.path(), "077"), image);
     assert!(files(&image) == first, "two runs differ");
 
     let config = unpack(&image, &path("root"));

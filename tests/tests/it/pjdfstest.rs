@@ -5,7 +5,9 @@ use std::path::Path;
 
 use ferry_tests::confined::ConfinedShare;
 use ferry_tests::suites::pjdfstest::{self, Results, SKIPPED, names};
-use ferry_tests::{Cache, GuestResult, MOUNTPOINT, Options, Place, Share, TIMEOUT, cache_name, folder, guest_on, run};
+use ferry_tests::{
+    Cache, GuestResult, MOUNTPOINT, Options, Place, Share, TIMEOUT, cache_name, directory, guest_on, run,
+};
 
 /// Cases that fail, and why. None is known to.
 const FAILING: &[(&str, &str)] = &[];
@@ -28,7 +30,7 @@ const WITH_HOSTS_CLOCK: &str = r#"
 "#;
 
 fn run_cases(share: &Share, remount: bool, only: Option<&str>) -> GuestResult {
-    let config = folder(Place::Disk);
+    let config = directory(Place::Disk);
     let path = config.path().join("pjdfstest.toml");
     let mut command: Vec<OsString> = ["sh", "-euc", WITH_HOSTS_CLOCK, "sh", MOUNTPOINT].map(Into::into).to_vec();
     command.extend(pjdfstest::command(&path, Path::new(MOUNTPOINT), Path::new("/dev/shm"), remount));
@@ -70,7 +72,7 @@ fn pjdfstest_with_cache_auto() {
 #[ignore = "long: make test-all"]
 fn pjdfstest_confined() {
     let mut server = ConfinedShare::start(&[]);
-    let config = folder(Place::Disk);
+    let config = directory(Place::Disk);
     let cases = |remount, only: Option<&str>| {
         let path = config.path().join("pjdfstest.toml");
         let mut command = pjdfstest::command(&path, Path::new(MOUNTPOINT), Path::new("/dev/shm"), remount);
@@ -131,7 +133,7 @@ fn pjdfstest_with_cache_always_written_back() {
 #[test]
 #[ignore = "long: make test-all"]
 fn pjdfstest_on_the_host() {
-    let (config, target) = (folder(Place::Disk), folder(Place::Disk));
+    let (config, target) = (directory(Place::Disk), directory(Place::Disk));
     let command =
         pjdfstest::command(&config.path().join("pjdfstest.toml"), target.path(), Path::new("/dev/shm"), false);
     let output = std::process::Command::new(&command[0]).args(&command[1..]).output().unwrap();

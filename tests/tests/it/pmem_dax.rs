@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use ferry_tests::disks::tool;
 use ferry_tests::mounts::program;
-use ferry_tests::{Cache, Guest, Kind, Options, Place, Share, collect, folder, guest_on};
+use ferry_tests::{Cache, Guest, Kind, Options, Place, Share, collect, directory, guest_on};
 
 /// A guest without KVM on a machine that has other things to do.
 const TIMEOUT: Duration = Duration::from_secs(600);
@@ -114,7 +114,7 @@ done
 fn programs() -> Share {
     let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
-    Share::of(Path::new("/"), folder(Place::Disk), dir, options)
+    Share::of(Path::new("/"), directory(Place::Disk), dir, options)
 }
 
 /// A guest with two NVDIMMs whose cells are files.
@@ -144,7 +144,7 @@ fn guest(programs: &Share, cells: &[PathBuf; 2], script: &str) -> Guest {
 #[ignore = "long: make test-all"]
 fn synced_data_survive_the_server_and_the_machine() {
     let programs = programs();
-    let memory = folder(Place::Memory);
+    let memory = directory(Place::Memory);
     let cells = [0, 1].map(|number| memory.path().join(format!("nvdimm{number}")));
     for cells in &cells {
         File::create(cells).unwrap().set_len(u64::from(NVDIMM_MIB) << 20).unwrap();

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferry_tests::disks::tool;
 use ferry_tests::mounts::{RunningProgram, ferry, missing, mount_entry, program};
-use ferry_tests::{GuestCache, Kind, Place, folder, guest_on, run, window};
+use ferry_tests::{GuestCache, Kind, Place, directory, guest_on, run, window};
 use rustix::process::{Signal, kill_process};
 
 use crate::servers::{Program, Proxy, registry};
@@ -42,7 +42,7 @@ echo proved
 /// A podman, and what it runs containers by.
 struct Engine {
     podman: PathBuf,
-    /// The folder of conmon and netavark. `None`: podman knows those of the machine.
+    /// The directory of conmon and netavark. `None`: podman knows those of the machine.
     helpers: Option<PathBuf>,
     runtime: PathBuf,
     version: (u32, u32),
@@ -68,8 +68,8 @@ impl Engine {
     /// Those of Debian 13 and sid.
     fn fetched() -> [Self; 2] {
         let cache = GuestCache::from_env().unwrap();
-        let folders = [cache.podman_stable(), cache.podman()].map(Result::unwrap);
-        folders.map(|folder| Self::of(folder.join("podman"), Some(folder)).unwrap())
+        let directories = [cache.podman_stable(), cache.podman()].map(Result::unwrap);
+        directories.map(|directory| Self::of(directory.join("podman"), Some(directory)).unwrap())
     }
 
     /// The same, and that of this machine.
@@ -121,10 +121,10 @@ fn layers(format: Format) -> Vec<Layer> {
     layers
 }
 
-/// A registry with a container image, and a folder for all files of podman and Ferry.
+/// A registry with a container image, and a directory for all files of podman and Ferry.
 struct Installation<'a> {
     engine: &'a Engine,
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     proxy: Proxy,
     reference: String,
     _registry: Program,
@@ -132,16 +132,16 @@ struct Installation<'a> {
 
 impl<'a> Installation<'a> {
     fn new(engine: &'a Engine, format: Format) -> Option<Self> {
-        let folder = folder(Place::Disk);
-        let server = registry(&folder.path().join("registry"), false)?;
+        let directory = directory(Place::Disk);
+        let server = registry(&directory.path().join("registry"), false)?;
         let proxy = Proxy::to(server.address);
         let reference = format!("{}/os/app:1", proxy.address);
-        let here = Self { engine, folder, proxy, reference, _registry: server };
+        let here = Self { engine, directory, proxy, reference, _registry: server };
         lay_out(&here.at("bundle"), &layers(format));
         let mut push = Command::new(GuestCache::from_env().unwrap().skopeo().unwrap());
         push.args(["--insecure-policy", "copy", "--dest-tls-verify=false", "--preserve-digests"]);
         push.arg(format!("oci:{}:1", here.at("bundle").display())).arg(format!("docker://{}", here.reference));
-        checked(push.env("HOME", here.folder.path()));
+        checked(push.env("HOME", here.directory.path()));
         for name in ["layers.mnt", "image.mnt"] {
             fs::create_dir(here.at(name)).unwrap();
         }
@@ -151,7 +151,7 @@ impl<'a> Installation<'a> {
     }
 
     fn at(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     /// Says where podman has its storage, and what else it looks in.
@@ -181,7 +181,7 @@ impl<'a> Installation<'a> {
             .env("CONTAINERS_STORAGE_CONF", self.at("storage.conf"))
             .env("CONTAINERS_CONF", self.at("containers.conf"))
             .env("REGISTRY_AUTH_FILE", self.at("auth.json"))
-            .env("HOME", self.folder.path())
+            .env("HOME", self.directory.path())
             .env("PODMAN_IGNORE_CGROUPSV1_WARNING", "1");
         command
     }
@@ -222,7 +222,7 @@ impl<'a> Installation<'a> {
     fn mount_layers(&self) -> RunningProgram {
         let (source, at) = (format!("layers:{}", self.at("layers").display()), self.at("layers.mnt"));
         let mut command = ferry(["mount", "--foreground"]);
-        let mut server = RunningProgram::new(command.arg(source).arg(&at).env("HOME", self.folder.path()));
+        let mut server = RunningProgram::new(command.arg(source).arg(&at).env("HOME", self.directory.path()));
         let is_served = || mount_entry(&at).is_some() && fs::metadata(&at).is_ok();
         let end = std::time::Instant::now() + PATIENCE;
         while !is_served() {
@@ -240,7 +240,7 @@ impl<'a> Installation<'a> {
 
     fn image(&self, word: &str, store: &str) -> Command {
         let mut command = ferry(["image", word, "--store"]);
-        command.arg(self.at(store)).env("HOME", self.folder.path()).env_remove("XDG_RUNTIME_DIR");
+        command.arg(self.at(store)).env("HOME", self.directory.path()).env_remove("XDG_RUNTIME_DIR");
         command.env_remove("REGISTRY_AUTH_FILE");
         command
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use ferry_tests::suites::programs::{
     FIO_ENGINES, MAKE_REPOSITORY, SQLITE, USE_REPOSITORY, fio as fio_line, has_sqlite,
 };
-use ferry_tests::{Cache, MOUNTPOINT, Place, Share, cache_name, folder, run};
+use ferry_tests::{Cache, MOUNTPOINT, Place, Share, cache_name, directory, run};
 
 #[test]
 fn git() {
@@ -44,14 +44,14 @@ truncate -s 10M sparse; echo end >>sparse
 chown -R 12:34 d3; chmod 4755 d4/big; setfattr -n user.x -v y d5/big 2>/dev/null || :
 "#;
 
-/// Modes, owners, times, links, contents of everything below a folder.
+/// Modes, owners, times, links, contents of everything below a directory.
 const LIST: &str = r#"cd "$1" && find . -printf '%p %y %m %U %G %n %s %l %T@\n' | sed 's/ d \([0-9]*\) \([0-9]*\) \([0-9]*\) [0-9]* [0-9]* / d \1 \2 \3 - - /' |
     LC_ALL=C sort && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum"#;
 
 fn tar(files: u32) {
     for cache in [Cache::Auto, Cache::None] {
         let share = Share::new(cache);
-        let host = folder(Place::Disk);
+        let host = directory(Place::Disk);
         let mut make = Command::new("sh");
         make.args(["-euc", MAKE_TREE]).env("FILES", files.to_string()).current_dir(&host);
         assert!(make.status().unwrap().success());

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ferry_driver::{Config, Driver, ROOT};
 use ferry_tests::mounts::{RunningProgram, ferry, program};
 use ferry_tests::recipes::{block, blocks, help_lines, may_run, run, script, without_description};
-use ferry_tests::{GuestCache, Place, folder};
+use ferry_tests::{GuestCache, Place, directory};
 
 /// Longer than an answer takes on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -72,7 +72,10 @@ const NEEDED: &[(&str, &str)] = &[
         "systemctl enable --now ferry-snapshotter",
         "systemd, containerd and a registry: snapshotter/tests/it/containerd.rs imports an image",
     ),
-    ("root = \"/var/lib/ferry-snapshotter\"", "root's own folders: snapshotter/tests/it/server.rs writes such a file"),
+    (
+        "root = \"/var/lib/ferry-snapshotter\"",
+        "root's own directories: snapshotter/tests/it/server.rs writes such a file",
+    ),
     ("# /etc/ferry/layers.toml", "systemd; sources/layers/tests/it/mounts.rs makes such a mount"),
     ("# /etc/containers/storage.conf", "podman: sources/layers/tests/it/engines.rs writes such a file"),
     (
@@ -221,7 +224,7 @@ fn guest(commands: &str) -> Vec<u8> {
 /// it has two, so fewer than the options name queues.
 fn in_qemu(cpus: Option<&str>, before: &str, options: &[String], commands: &str) {
     let parts = GuestCache::from_env().unwrap().qemu().unwrap();
-    let here = folder(Place::Disk);
+    let here = directory(Place::Disk);
     let initramfs = here.path().join("initramfs");
     fs::write(&initramfs, [fs::read(&parts.initramfs).unwrap(), guest(commands)].concat()).unwrap();
     let guest_cpus = if cpus.is_some() { 2 } else { 4 };
@@ -351,7 +354,7 @@ fn the_mount_blocks() {
     }
 }
 
-/// In a folder of programs that is an overlay of this host's.
+/// In a directory of programs that is an overlay of this host's.
 #[test]
 fn the_mount_helper_block() {
     if !may_run() {
@@ -532,7 +535,7 @@ fn the_lines_of_the_help() {
 /// Cloud-hypervisor's line asks for four queues, and whoever starts a virtiofsd has no flag for them.
 #[test]
 fn in_the_place_of_virtiofsd_as_many_queues_are_offered() {
-    let here = folder(Place::Memory);
+    let here = directory(Place::Memory);
     let (name, socket) = (here.path().join("virtiofsd"), here.path().join("s"));
     std::os::unix::fs::symlink(program(), &name).unwrap();
     let mut command = Command::new("taskset");
@@ -547,7 +550,7 @@ fn in_the_place_of_virtiofsd_as_many_queues_are_offered() {
 
 #[test]
 fn too_many_queues_are_an_error_with_the_flag() {
-    let here = folder(Place::Memory);
+    let here = directory(Place::Memory);
     let socket = here.path().join("s");
     for (command, remedy) in [
         (
@@ -586,7 +589,7 @@ fn too_many_queues_are_an_error_with_the_flag() {
 #[test]
 fn a_disk_has_a_queue_for_each_cpu_of_a_large_guest() {
     let parts = GuestCache::from_env().unwrap().qemu().unwrap();
-    let here = folder(Place::Memory);
+    let here = directory(Place::Memory);
     let (disk, socket) = (here.path().join("disk.raw"), here.path().join("s"));
     fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let command = ["disk".as_ref(), disk.as_os_str(), "--vhost-user".as_ref(), socket.as_os_str(), "--json".as_ref()];

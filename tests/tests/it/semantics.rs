@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use ferry_tests::confined::ConfinedShare;
-use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, guest_on, run};
+use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, directory, guest_on, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -35,8 +35,8 @@ fn checks(place: Place, options: Options, entries: Option<u32>) {
     let (cache, writeback) = (options.cache, options.writeback);
     let share = Share::with(place, options);
     // The checks ask the path whether tmpfs is below.
-    let folder = if place == Place::Memory { "tmpfs" } else { "disk" };
-    let script = format!("mkdir -p {folder} && exec {PROBE} {MOUNTPOINT}/{folder}");
+    let directory = if place == Place::Memory { "tmpfs" } else { "disk" };
+    let script = format!("mkdir -p {directory} && exec {PROBE} {MOUNTPOINT}/{directory}");
     let mut guest = share.guest(["sh", "-c", &script]);
     if let Some(entries) = entries {
         guest.env = vec![("FERRY_PROBE_ENTRIES".into(), entries.to_string().into())];
@@ -119,11 +119,11 @@ fn written_back_and_with_many_entries() {
 #[test]
 fn the_host_passes_them_too() {
     for (place, name) in [(Place::Disk, "disk"), (Place::Memory, "tmpfs")] {
-        let folder = folder(place);
-        let dir = folder.path().join(name);
+        let directory = directory(place);
+        let dir = directory.path().join(name);
         std::fs::create_dir(&dir).unwrap();
-        // The checks go through this folder as other users.
-        std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        // The checks go through this directory as other users.
+        std::fs::set_permissions(directory.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let output = Command::new(PROBE).arg(&dir).output().unwrap();
         let out = String::from_utf8_lossy(&output.stdout);
         assert_eq!((out.lines().count(), failures(&out)), (CHECKS, BTreeSet::new()), "{out}");

@@ -14,8 +14,8 @@ use crate::share_survives::{O_RDWR, is_flocked, wrlck};
 
 #[test]
 fn a_keeper_holds_nothing_that_its_server_inherited() {
-    let folder = ferry_tests::folder(Place::Memory);
-    let path = folder.path().join("inherited");
+    let directory = ferry_tests::directory(Place::Memory);
+    let path = directory.path().join("inherited");
     fs::write(&path, "").unwrap();
     // Not close-on-exec.
     let _inherited = rustix::fs::open(&path, rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()).unwrap();

@@ -11,7 +11,7 @@ use ferry_tests::disks::model::Random;
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::survivor::Survivor;
 use ferry_tests::{
-    Device, Guest, GuestCache, GuestResult, Kind, Options, Place, Share, TIMEOUT, collect, folder, guest_on,
+    Device, Guest, GuestCache, GuestResult, Kind, Options, Place, Share, TIMEOUT, collect, directory, guest_on,
 };
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
@@ -72,7 +72,7 @@ enum Vmm {
 fn programs() -> Share {
     let options = Options { queues: 1, tag: Some("programs".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
-    Share::of(Path::new("/"), folder(Place::Disk), dir, options)
+    Share::of(Path::new("/"), directory(Place::Disk), dir, options)
 }
 
 fn is_flocked(path: &Path) -> bool {
@@ -81,8 +81,9 @@ fn is_flocked(path: &Path) -> bool {
 }
 
 /// Whether a process of the host can have the lock that the guest's has.
-fn is_locked(folder: &Path) -> bool {
-    let output = Command::new(PROBE).args(["--role", "try", "posix", "locked"]).current_dir(folder).output().unwrap();
+fn is_locked(directory: &Path) -> bool {
+    let output =
+        Command::new(PROBE).args(["--role", "try", "posix", "locked"]).current_dir(directory).output().unwrap();
     String::from_utf8_lossy(&output.stdout) == "taken\n"
 }
 

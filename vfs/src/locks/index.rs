@@ -1,7 +1,7 @@
 //! An index of the locked ranges of one file, to find a conflicting lock.
 
 use super::ranges::Range;
-use super::tree::{Item, Link, Tree};
+use super::tree::{Item, NodeIndex, Tree};
 use crate::{LockKind, LockOwner};
 
 /// Identifies a lock: its first byte and its owner.
@@ -51,13 +51,13 @@ pub(super) struct EndSummaries {
 
 impl Item for HeldLock {
     type Key = HeldKey;
-    type Sum = EndSummaries;
+    type Summary = EndSummaries;
 
     fn key(&self) -> Self::Key {
         (self.start, self.owner)
     }
 
-    fn sum(&self) -> EndSummaries {
+    fn summary(&self) -> EndSummaries {
         let none = EndSummary::none(self.owner);
         let all = EndSummary { end: self.end.saturating_add(1), ..none };
         EndSummaries { all, writes: if self.is_write { all } else { none } }
@@ -80,10 +80,10 @@ pub(super) struct Query {
 }
 
 impl Query {
-    fn reaches(&self, sum: &EndSummaries) -> bool {
+    fn reaches(&self, summary: &EndSummaries) -> bool {
         let reach = match self.kind {
-            LockKind::Read => &sum.writes,
-            LockKind::Write => &sum.all,
+            LockKind::Read => &summary.writes,
+            LockKind::Write => &summary.all,
             LockKind::Unlock => return false,
         };
         reach.without(self.except) > self.end_min
@@ -108,13 +108,13 @@ impl Index {
     pub(super) fn find(&self, query: &Query) -> Option<HeldLock> {
         let mut at = self.0.root();
         while let Some(node) = self.0.node(at) {
-            if !query.reaches(&node.sum) {
+            if !query.reaches(&node.summary) {
                 return None;
             }
             let before = self.0.node(node.left);
-            at = if node.item.start > query.start_max || before.is_some_and(|before| query.reaches(&before.sum)) {
+            at = if node.item.start > query.start_max || before.is_some_and(|before| query.reaches(&before.summary)) {
                 node.left
-            } else if query.reaches(&node.item.sum()) {
+            } else if query.reaches(&node.item.summary()) {
                 return Some(node.item);
             } else {
                 node.right
@@ -130,12 +130,12 @@ impl Index {
 
     /// All locks that begin at `start_max` or before precede the first node that does not. So only summaries on the path to
     /// that node may include locks that do not match.
-    fn last_below(&self, query: &Query, at: Link) -> Option<HeldLock> {
-        let node = self.0.node(at).filter(|node| query.reaches(&node.sum))?;
+    fn last_below(&self, query: &Query, at: NodeIndex) -> Option<HeldLock> {
+        let node = self.0.node(at).filter(|node| query.reaches(&node.summary))?;
         if node.item.start > query.start_max {
             return self.last_below(query, node.left);
         }
-        let own = || query.reaches(&node.item.sum()).then_some(node.item);
+        let own = || query.reaches(&node.item.summary()).then_some(node.item);
         self.last_below(query, node.right).or_else(own).or_else(|| self.last_below(query, node.left))
     }
 
@@ -145,9 +145,9 @@ impl Index {
         self.collect(query, self.0.root(), count_max, &mut found).then_some(found)
     }
 
-    fn collect(&self, query: &Query, at: Link, count_max: usize, found: &mut Vec<HeldLock>) -> bool {
+    fn collect(&self, query: &Query, at: NodeIndex, count_max: usize, found: &mut Vec<HeldLock>) -> bool {
         let Some(node) = self.0.node(at) else { return true };
-        if !query.reaches(&node.sum) {
+        if !query.reaches(&node.summary) {
             return true;
         }
         if !self.collect(query, node.left, count_max, found) {
@@ -156,7 +156,7 @@ impl Index {
         if node.item.start > query.start_max {
             return true;
         }
-        if query.reaches(&node.item.sum()) {
+        if query.reaches(&node.item.summary()) {
             if found.len() == count_max {
                 return false;
             }

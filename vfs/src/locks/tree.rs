@@ -9,23 +9,23 @@ pub(super) trait Item: Copy + std::fmt::Debug {
     /// The order of items; keys are unique.
     type Key: Copy + Ord;
     /// A summary of the items of a subtree.
-    type Sum: Copy + std::fmt::Debug;
+    type Summary: Copy + std::fmt::Debug;
 
     /// Returns the key.
     fn key(&self) -> Self::Key;
 
     /// Returns the summary of this item alone.
-    fn sum(&self) -> Self::Sum;
+    fn summary(&self) -> Self::Summary;
 
     /// Joins two summaries, in any order.
-    fn join(one: &Self::Sum, other: &Self::Sum) -> Self::Sum;
+    fn join(one: &Self::Summary, other: &Self::Summary) -> Self::Summary;
 }
 
 /// A reference to a node, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct Link(u32);
+pub(super) struct NodeIndex(u32);
 
-impl Link {
+impl NodeIndex {
     /// No node: an empty tree.
     pub(super) const NONE: Self = Self(u32::MAX);
 }
@@ -34,21 +34,21 @@ impl Link {
 pub(super) struct Node<I: Item> {
     pub(super) item: I,
     /// The summary of the subtree.
-    pub(super) sum: I::Sum,
+    pub(super) summary: I::Summary,
     /// The subtrees before and after the item.
-    pub(super) left: Link,
-    pub(super) right: Link,
+    pub(super) left: NodeIndex,
+    pub(super) right: NodeIndex,
     /// The parent; none for a root.
-    up: Link,
+    parent: NodeIndex,
     /// Not greater than that of the parent.
     priority: u32,
 }
 
-/// Trees, identified by their roots. A node keeps its link until it is removed.
+/// Trees, identified by their roots. A node keeps its index until it is removed.
 #[derive(Debug)]
 pub(super) struct Forest<I: Item> {
     nodes: Vec<Node<I>>,
-    free: Vec<Link>,
+    free: Vec<NodeIndex>,
     /// The state of the generator of priorities. Clients cannot know it, so they cannot unbalance the trees.
     random: u64,
 }
@@ -62,37 +62,37 @@ impl<I: Item> Default for Forest<I> {
 }
 
 impl<I: Item> Forest<I> {
-    pub(super) fn node(&self, link: Link) -> Option<&Node<I>> {
+    pub(super) fn node(&self, index: NodeIndex) -> Option<&Node<I>> {
         #[cfg(test)]
         steps::count();
         // The number of `NONE` is greater than any number of nodes.
-        self.nodes.get(link.0 as usize)
+        self.nodes.get(index.0 as usize)
     }
 
     /// Creates a tree of one item.
-    pub(super) fn plant(&mut self, item: I) -> Link {
+    pub(super) fn insert_root(&mut self, item: I) -> NodeIndex {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
         let priority = u32::try_from(self.random >> 32).unwrap_or_default();
-        let none = Link::NONE;
-        let node = Node { item, sum: item.sum(), left: none, right: none, up: none, priority };
-        if let Some(link) = self.free.pop() {
-            *self.at(link) = node;
-            return link;
+        let none = NodeIndex::NONE;
+        let node = Node { item, summary: item.summary(), left: none, right: none, parent: none, priority };
+        if let Some(index) = self.free.pop() {
+            *self.at(index) = node;
+            return index;
         }
         self.nodes.push(node);
-        Link(u32::try_from(self.nodes.len() - 1).expect("locks are bounded far below 2^32"))
+        NodeIndex(u32::try_from(self.nodes.len() - 1).expect("locks are bounded far below 2^32"))
     }
 
     /// Unites two trees without common keys; returns the root.
-    pub(super) fn unite(&mut self, one: Link, other: Link) -> Link {
+    pub(super) fn unite(&mut self, one: NodeIndex, other: NodeIndex) -> NodeIndex {
         let root = self.unite_below(one, other);
         self.set_root(root)
     }
 
     /// Removes the item of a key from a tree; returns the new root, and whether there was such an item.
-    pub(super) fn remove_key(&mut self, root: Link, key: I::Key) -> (Link, bool) {
+    pub(super) fn remove_key(&mut self, root: NodeIndex, key: I::Key) -> (NodeIndex, bool) {
         let mut at = root;
         while let Some(node) = self.node(at) {
             at = match key.cmp(&node.item.key()) {
@@ -105,79 +105,79 @@ impl<I: Item> Forest<I> {
     }
 
     /// Removes a node; returns the previous and the new root of its tree.
-    pub(super) fn remove(&mut self, at: Link) -> (Link, Link) {
-        let Node { left, right, up, .. } = *self.at(at);
+    pub(super) fn remove(&mut self, at: NodeIndex) -> (NodeIndex, NodeIndex) {
+        let Node { left, right, parent, .. } = *self.at(at);
         let below = self.merge(left, right);
         self.set_root(below);
         self.free.push(at);
         if self.free.len() == self.nodes.len() {
             (self.nodes, self.free) = (Vec::new(), Vec::new());
-            return (at, Link::NONE);
+            return (at, NodeIndex::NONE);
         }
-        if up == Link::NONE {
+        if parent == NodeIndex::NONE {
             return (at, below);
         }
-        let above = self.at(up);
+        let above = self.at(parent);
         if above.left == at {
             above.left = below;
         } else {
             above.right = below;
         }
-        let mut root = up;
+        let mut root = parent;
         loop {
             self.update(root);
-            match self.at(root).up {
-                Link::NONE => return (root, root),
+            match self.at(root).parent {
+                NodeIndex::NONE => return (root, root),
                 next => root = next,
             }
         }
     }
 
     /// Separates the subtrees of a root from it; returns their roots.
-    pub(super) fn isolate(&mut self, root: Link) -> (Link, Link) {
+    pub(super) fn isolate(&mut self, root: NodeIndex) -> (NodeIndex, NodeIndex) {
         let Node { left, right, .. } = *self.at(root);
-        (self.at(root).left, self.at(root).right) = (Link::NONE, Link::NONE);
+        (self.at(root).left, self.at(root).right) = (NodeIndex::NONE, NodeIndex::NONE);
         self.update(root);
         (self.set_root(left), self.set_root(right))
     }
 
     /// Returns the root of a node's tree.
-    pub(super) fn root_of(&self, mut at: Link) -> Link {
-        while let Some(node) = self.node(at).filter(|node| node.up != Link::NONE) {
-            at = node.up;
+    pub(super) fn root_of(&self, mut at: NodeIndex) -> NodeIndex {
+        while let Some(node) = self.node(at).filter(|node| node.parent != NodeIndex::NONE) {
+            at = node.parent;
         }
         at
     }
 
-    fn at(&mut self, link: Link) -> &mut Node<I> {
+    fn at(&mut self, index: NodeIndex) -> &mut Node<I> {
         #[cfg(test)]
         steps::count();
-        &mut self.nodes[link.0 as usize]
+        &mut self.nodes[index.0 as usize]
     }
 
-    fn set_root(&mut self, root: Link) -> Link {
-        if root != Link::NONE {
-            self.at(root).up = Link::NONE;
+    fn set_root(&mut self, root: NodeIndex) -> NodeIndex {
+        if root != NodeIndex::NONE {
+            self.at(root).parent = NodeIndex::NONE;
         }
         root
     }
 
-    fn update(&mut self, link: Link) {
-        let Node { item, left, right, .. } = *self.at(link);
-        let mut sum = item.sum();
+    fn update(&mut self, index: NodeIndex) {
+        let Node { item, left, right, .. } = *self.at(index);
+        let mut summary = item.summary();
         for below in [left, right] {
-            if below != Link::NONE {
+            if below != NodeIndex::NONE {
                 let node = self.at(below);
-                node.up = link;
-                sum = I::join(&sum, &node.sum);
+                node.parent = index;
+                summary = I::join(&summary, &node.summary);
             }
         }
-        self.at(link).sum = sum;
+        self.at(index).summary = summary;
     }
 
-    fn unite_below(&mut self, one: Link, other: Link) -> Link {
+    fn unite_below(&mut self, one: NodeIndex, other: NodeIndex) -> NodeIndex {
         let (Some(first), Some(second)) = (self.node(one), self.node(other)) else {
-            return if one == Link::NONE { other } else { one };
+            return if one == NodeIndex::NONE { other } else { one };
         };
         let (top, rest) = if first.priority >= second.priority { (one, other) } else { (other, one) };
         let Node { item, left, right, .. } = *self.at(top);
@@ -189,7 +189,7 @@ impl<I: Item> Forest<I> {
     }
 
     /// Splits a tree in two: items before a key, and the others.
-    fn split(&mut self, at: Link, key: I::Key) -> (Link, Link) {
+    fn split(&mut self, at: NodeIndex, key: I::Key) -> (NodeIndex, NodeIndex) {
         let Some(&Node { item, left, right, .. }) = self.node(at) else { return (at, at) };
         let parts = if item.key() < key {
             let (near, far) = self.split(right, key);
@@ -205,9 +205,9 @@ impl<I: Item> Forest<I> {
     }
 
     /// Merges two trees; all keys of `left` must precede those of `right`.
-    fn merge(&mut self, left: Link, right: Link) -> Link {
+    fn merge(&mut self, left: NodeIndex, right: NodeIndex) -> NodeIndex {
         let (Some(one), Some(other)) = (self.node(left), self.node(right)) else {
-            return if left == Link::NONE { right } else { left };
+            return if left == NodeIndex::NONE { right } else { left };
         };
         let top = if one.priority > other.priority {
             let below = one.right;
@@ -227,26 +227,26 @@ impl<I: Item> Forest<I> {
 #[derive(Debug)]
 pub(super) struct Tree<I: Item> {
     forest: Forest<I>,
-    root: Link,
+    root: NodeIndex,
 }
 
 impl<I: Item> Default for Tree<I> {
     fn default() -> Self {
-        Self { forest: Forest::default(), root: Link::NONE }
+        Self { forest: Forest::default(), root: NodeIndex::NONE }
     }
 }
 
 impl<I: Item> Tree<I> {
-    pub(super) fn root(&self) -> Link {
+    pub(super) fn root(&self) -> NodeIndex {
         self.root
     }
 
-    pub(super) fn node(&self, link: Link) -> Option<&Node<I>> {
-        self.forest.node(link)
+    pub(super) fn node(&self, index: NodeIndex) -> Option<&Node<I>> {
+        self.forest.node(index)
     }
 
     pub(super) fn insert(&mut self, item: I) {
-        let new = self.forest.plant(item);
+        let new = self.forest.insert_root(item);
         self.root = self.forest.unite(self.root, new);
     }
 
@@ -289,33 +289,33 @@ mod tests {
 
     impl Item for u16 {
         type Key = Self;
-        type Sum = (usize, Self, Self);
+        type Summary = (usize, Self, Self);
 
         fn key(&self) -> Self {
             *self
         }
 
-        fn sum(&self) -> Self::Sum {
+        fn summary(&self) -> Self::Summary {
             (1, *self, *self)
         }
 
-        fn join(one: &Self::Sum, other: &Self::Sum) -> Self::Sum {
+        fn join(one: &Self::Summary, other: &Self::Summary) -> Self::Summary {
             (one.0 + other.0, one.1.min(other.1), one.2.max(other.2))
         }
     }
 
     /// Collects the items in order, checks all summaries and priorities, and returns the depth.
-    fn walk(tree: &Tree<u16>, at: Link, items: &mut Vec<u16>) -> usize {
+    fn walk(tree: &Tree<u16>, at: NodeIndex, items: &mut Vec<u16>) -> usize {
         let Some(node) = tree.node(at) else { return 0 };
         let begin = items.len();
         let left = walk(tree, node.left, items);
         items.push(node.item);
         let right = walk(tree, node.right, items);
-        assert_eq!(node.sum, (items.len() - begin, items[begin], items[items.len() - 1]));
+        assert_eq!(node.summary, (items.len() - begin, items[begin], items[items.len() - 1]));
         assert!(
             [node.left, node.right]
                 .iter()
-                .all(|below| tree.node(*below).is_none_or(|b| b.priority <= node.priority && b.up == at))
+                .all(|below| tree.node(*below).is_none_or(|b| b.priority <= node.priority && b.parent == at))
         );
         1 + left.max(right)
     }
@@ -343,16 +343,16 @@ mod tests {
     #[test]
     fn trees_are_united_and_isolated() {
         let mut forest = Forest::default();
-        let mut roots = [Link::NONE; 3];
+        let mut roots = [NodeIndex::NONE; 3];
         let mut nodes = Vec::new();
         for key in 0..300_u16 {
-            let new = forest.plant(key);
+            let new = forest.insert_root(key);
             let tree = usize::from(key) % 3;
             roots[tree] = forest.unite(roots[tree], new);
             nodes.push(new);
         }
         assert!(nodes.iter().enumerate().all(|(key, node)| forest.root_of(*node) == roots[key % 3]));
-        let root = roots.into_iter().fold(Link::NONE, |root, other| forest.unite(root, other));
+        let root = roots.into_iter().fold(NodeIndex::NONE, |root, other| forest.unite(root, other));
         let tree = Tree { forest, root };
         let mut items = Vec::new();
         walk(&tree, root, &mut items);
@@ -360,7 +360,7 @@ mod tests {
         let Tree { mut forest, .. } = tree;
         let top = forest.node(root).expect("a node").item;
         let (left, right) = forest.isolate(root);
-        assert_eq!(forest.node(root).map(|node| node.sum), Some((1, top, top)));
+        assert_eq!(forest.node(root).map(|node| node.summary), Some((1, top, top)));
         assert!((0_u16..).zip(&nodes).all(|(key, node)| {
             let expected = match key.cmp(&top) {
                 Ordering::Less => left,
@@ -372,7 +372,7 @@ mod tests {
         let root = forest.unite(right, left);
         let other = nodes[(usize::from(top) + 1) % 300];
         let (before, after) = forest.remove(other);
-        assert!(before == root && forest.node(after).is_some_and(|node| node.sum.0 == 298));
+        assert!(before == root && forest.node(after).is_some_and(|node| node.summary.0 == 298));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 use std::sync::Arc;
 
 use super::index::{HeldKey, HeldLock, Index, Query};
-use super::tree::{Forest, Item, Link};
+use super::tree::{Forest, Item, NodeIndex};
 use crate::{Handle, Lock, LockKind, LockOwner, Waiter};
 
 /// A waiting request.
@@ -51,13 +51,13 @@ struct WaitSummary {
 
 impl Item for WaitRange {
     type Key = (u64, u64);
-    type Sum = WaitSummary;
+    type Summary = WaitSummary;
 
     fn key(&self) -> Self::Key {
         (self.start, self.number)
     }
 
-    fn sum(&self) -> WaitSummary {
+    fn summary(&self) -> WaitSummary {
         let Self { start, end, number } = *self;
         WaitSummary { start_min: start, start_max: start, end_min: end, end_max: end, number_min: number }
     }
@@ -77,17 +77,17 @@ impl Item for WaitRange {
 #[derive(Debug)]
 struct Entry<T> {
     parked: ParkedRequest<T>,
-    node: Link,
+    node: NodeIndex,
 }
 
 /// The roots of the trees of requests to read and to write.
 #[derive(Clone, Copy, Debug)]
-struct Roots([Link; 2]);
+struct Roots([NodeIndex; 2]);
 
 impl Roots {
-    const NONE: Self = Self([Link::NONE; 2]);
+    const NONE: Self = Self([NodeIndex::NONE; 2]);
 
-    fn of(&mut self, is_write: bool) -> &mut Link {
+    fn of(&mut self, is_write: bool) -> &mut NodeIndex {
         &mut self.0[usize::from(is_write)]
     }
 }
@@ -105,7 +105,7 @@ pub(super) struct Waiters<T> {
     /// The trees by the lock to which they are assigned; none: those to retry.
     assigned: HashMap<Option<HeldKey>, Roots>,
     /// The same by their roots.
-    lock_of_root: HashMap<Link, (Option<HeldKey>, bool)>,
+    lock_of_root: HashMap<NodeIndex, (Option<HeldKey>, bool)>,
     /// The requests for flock locks.
     flock_reads: BTreeSet<u64>,
     flock_writes: BTreeSet<u64>,
@@ -181,7 +181,7 @@ impl<T> Waiters<T> {
         } else {
             self.by_owner.entry(owner).or_default().insert(number);
         }
-        self.all.insert(number, Entry { parked, node: Link::NONE });
+        self.all.insert(number, Entry { parked, node: NodeIndex::NONE });
         if let Some(held) = held {
             self.assign(number, &held);
         } else if is_foreign {
@@ -205,8 +205,8 @@ impl<T> Waiters<T> {
     }
 
     /// Removes a node; returns the new root of its tree.
-    fn uproot(&mut self, place: Link) -> Link {
-        if place == Link::NONE {
+    fn uproot(&mut self, place: NodeIndex) -> NodeIndex {
+        if place == NodeIndex::NONE {
             return place;
         }
         let (before, root) = self.ranges.remove(place);
@@ -224,28 +224,28 @@ impl<T> Waiters<T> {
         self.foreign.remove(&number);
         let Some(entry) = self.all.get_mut(&number) else { return };
         let Lock { kind, start, end, .. } = entry.parked.lock;
-        if entry.node == Link::NONE {
-            entry.node = self.ranges.plant(WaitRange { start, end, number });
+        if entry.node == NodeIndex::NONE {
+            entry.node = self.ranges.insert_root(WaitRange { start, end, number });
         }
         let place = entry.node;
         self.add_assigned(Some(held.key()), kind == LockKind::Write, place);
     }
 
     /// Adds a tree to that of a lock.
-    fn add_assigned(&mut self, key: Option<HeldKey>, is_write: bool, root: Link) {
+    fn add_assigned(&mut self, key: Option<HeldKey>, is_write: bool, root: NodeIndex) {
         let before = *self.assigned.get_mut(&key).map_or(&mut Roots::NONE.clone(), |roots| roots).of(is_write);
         self.lock_of_root.remove(&before);
         let root = self.ranges.unite(before, root);
         self.set_assigned(key, is_write, root);
     }
 
-    fn set_assigned(&mut self, key: Option<HeldKey>, is_write: bool, root: Link) {
+    fn set_assigned(&mut self, key: Option<HeldKey>, is_write: bool, root: NodeIndex) {
         let roots = self.assigned.entry(key).or_insert(Roots::NONE);
         *roots.of(is_write) = root;
         if roots.0 == Roots::NONE.0 {
             self.assigned.remove(&key);
         }
-        if root != Link::NONE {
+        if root != NodeIndex::NONE {
             self.lock_of_root.insert(root, (key, is_write));
         }
     }
@@ -253,7 +253,7 @@ impl<T> Waiters<T> {
     /// Marks the requests of a released or changed lock for a retry.
     pub(super) fn lock_changed(&mut self, key: HeldKey) {
         let Some(Roots(roots)) = self.assigned.remove(&Some(key)) else { return };
-        for (root, is_write) in roots.into_iter().zip([false, true]).filter(|(root, _)| *root != Link::NONE) {
+        for (root, is_write) in roots.into_iter().zip([false, true]).filter(|(root, _)| *root != NodeIndex::NONE) {
             self.lock_of_root.remove(&root);
             self.add_assigned(None, is_write, root);
         }
@@ -261,7 +261,7 @@ impl<T> Waiters<T> {
 
     /// Records that a lock outside this source refused a request.
     pub(super) fn set_foreign(&mut self, number: u64) {
-        let place = self.all.get_mut(&number).map(|entry| std::mem::replace(&mut entry.node, Link::NONE));
+        let place = self.all.get_mut(&number).map(|entry| std::mem::replace(&mut entry.node, NodeIndex::NONE));
         place.map(|place| self.uproot(place));
         self.foreign.insert(number);
     }
@@ -314,7 +314,7 @@ impl<T> Waiters<T> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Candidate {
     One,
-    Below { is_write: bool, at: Link },
+    Below { is_write: bool, at: NodeIndex },
 }
 
 /// A search for requests that no longer conflict, in order of arrival.
@@ -326,9 +326,9 @@ enum Candidate {
 pub(super) struct Search(BinaryHeap<Reverse<(u64, Candidate)>>);
 
 impl Search {
-    fn push<T>(&mut self, waiters: &Waiters<T>, is_write: bool, at: Link) {
+    fn push<T>(&mut self, waiters: &Waiters<T>, is_write: bool, at: NodeIndex) {
         if let Some(node) = waiters.ranges.node(at) {
-            self.0.push(Reverse((node.sum.number_min, Candidate::Below { is_write, at })));
+            self.0.push(Reverse((node.summary.number_min, Candidate::Below { is_write, at })));
         }
     }
 
@@ -355,12 +355,12 @@ impl Search {
         }
     }
 
-    fn push_candidates<T>(&mut self, waiters: &mut Waiters<T>, index: &Index, is_write: bool, at: Link) {
+    fn push_candidates<T>(&mut self, waiters: &mut Waiters<T>, index: &Index, is_write: bool, at: NodeIndex) {
         let Some(node) = waiters.ranges.node(at) else { return };
-        let (sum, number) = (node.sum, node.item.number);
+        let (summary, number) = (node.summary, node.item.number);
         let kind = if is_write { LockKind::Write } else { LockKind::Read };
         // A lock that begins before the first of these ends, and ends after the last of them begins, conflicts with all.
-        let query = Query { start_max: sum.end_min, end_min: sum.start_max, kind, except: None };
+        let query = Query { start_max: summary.end_min, end_min: summary.start_max, kind, except: None };
         let Some(held) = index.find_last(&query) else {
             let (left, right) = waiters.ranges.isolate(at);
             self.0.push(Reverse((number, Candidate::One)));
@@ -372,18 +372,18 @@ impl Search {
         let mut root = at;
         let own: Vec<u64> = waiters.by_owner.get(&held.owner).into_iter().flatten().copied().collect();
         for number in own {
-            let place = waiters.all.get(&number).map_or(Link::NONE, |entry| entry.node);
-            if place == Link::NONE || waiters.ranges.root_of(place) != root {
+            let place = waiters.all.get(&number).map_or(NodeIndex::NONE, |entry| entry.node);
+            if place == NodeIndex::NONE || waiters.ranges.root_of(place) != root {
                 continue;
             }
             root = waiters.uproot(place);
             if let Some(entry) = waiters.all.get_mut(&number) {
                 let Lock { start, end, .. } = entry.parked.lock;
-                entry.node = waiters.ranges.plant(WaitRange { start, end, number });
+                entry.node = waiters.ranges.insert_root(WaitRange { start, end, number });
             }
             self.0.push(Reverse((number, Candidate::One)));
         }
-        if root != Link::NONE {
+        if root != NodeIndex::NONE {
             waiters.add_assigned(Some(held.key()), is_write, root);
         }
     }

@@ -48,34 +48,34 @@ const RING_REQUESTS: [u32; 7] = [
 ];
 
 /// The first key of each kind.
-const OFFER: u64 = 1;
+const OFFERED_FEATURES: u64 = 1;
 const FEATURES: u64 = 2;
 const PROTOCOL_FEATURES: u64 = 3;
-const LOG: u64 = 4;
-const CHANNEL: u64 = 5;
-const WINDOW: u64 = 6;
+const DIRTY_LOG: u64 = 4;
+const BACKEND_CHANNEL: u64 = 5;
+const SHMEM_CONFIG: u64 = 6;
 const MEMORY: u64 = 1 << 32;
 const RINGS: u64 = 1 << 62;
 /// In the key of added memory: the guest ran already.
-const ADDED: u64 = 1;
+const WAS_ADDED: u64 = 1;
 
 /// Flags of a message (vhost-user, "Header").
 const FLAGS_AT: usize = 4;
 const NEED_REPLY: u32 = 8;
 /// With the number of a ring: the message has no descriptor.
-const NO_FD: u32 = 1 << 8;
+const NO_DESCRIPTOR: u32 = 1 << 8;
 const VERSION: u32 = 1;
 
 /// Whether a record is of memory that was added to a running guest.
 pub(crate) fn was_added(key: u64) -> bool {
-    (MEMORY..RINGS).contains(&key) && key & ADDED != 0
+    (MEMORY..RINGS).contains(&key) && key & WAS_ADDED != 0
 }
 
 /// Whether a message has descriptors.
 pub(super) fn has_files(message: &[u8]) -> bool {
     match request_of(message) {
         Some(request::SET_VRING_KICK | request::SET_VRING_CALL | request::SET_VRING_ERR) => {
-            half(message, HEADER_BYTES).is_some_and(|ring| ring & NO_FD == 0)
+            u32_at(message, HEADER_BYTES).is_some_and(|ring| ring & NO_DESCRIPTOR == 0)
         }
         Some(
             request::SET_MEM_TABLE
@@ -120,11 +120,11 @@ pub(super) struct ReplayLog {
     bases: BTreeMap<u8, u32>,
 }
 
-fn word(bytes: &[u8], at: usize) -> Option<u64> {
+fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_ne_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
 }
 
-fn half(bytes: &[u8], at: usize) -> Option<u32> {
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
@@ -134,13 +134,13 @@ fn request_of(message: &[u8]) -> Option<u32> {
 
 /// The region of ADD_MEM_REG and REM_MEM_REG: 8 bytes of padding, its address, its length, and more.
 fn place(message: &[u8]) -> Option<Place> {
-    Some((word(message, HEADER_BYTES + 8)?, word(message, HEADER_BYTES + 16)?))
+    Some((u64_at(message, HEADER_BYTES + 8)?, u64_at(message, HEADER_BYTES + 16)?))
 }
 
 /// Returns the ring of a message.
 fn ring_of(message: &[u8]) -> Option<u8> {
     // In messages with descriptors the upper bits are flags (vhost-user, "A vring descriptor index").
-    u8::try_from(half(message, HEADER_BYTES)? & 0xff).ok()
+    u8::try_from(u32_at(message, HEADER_BYTES)? & 0xff).ok()
 }
 
 fn ring_key(ring: u8, request: u32) -> Option<u64> {
@@ -159,7 +159,7 @@ impl ReplayLog {
             } else if *key >= RINGS {
                 replay_log.rings.insert(*key);
                 if request_of(bytes) == Some(request::SET_VRING_BASE)
-                    && let (Some(ring), Some(base)) = (ring_of(bytes), half(bytes, HEADER_BYTES + 4))
+                    && let (Some(ring), Some(base)) = (ring_of(bytes), u32_at(bytes, HEADER_BYTES + 4))
                 {
                     replay_log.bases.insert(ring, base);
                 }
@@ -189,19 +189,21 @@ impl ReplayLog {
         bytes[FLAGS_AT..FLAGS_AT + 4].copy_from_slice(&flags.to_ne_bytes());
         match request {
             // Replayed first: the vhost crate sends acknowledgements only if it has seen GET_FEATURES.
-            request::GET_FEATURES => Entry { record: Some((OFFER, bytes)), ..Entry::default() },
+            request::GET_FEATURES => Entry { record: Some((OFFERED_FEATURES, bytes)), ..Entry::default() },
             request::SET_FEATURES => Entry { record: Some((FEATURES, bytes)), ..Entry::default() },
             request::SET_PROTOCOL_FEATURES => Entry { record: Some((PROTOCOL_FEATURES, bytes)), ..Entry::default() },
-            request::SET_LOG_BASE => Entry { record: Some((LOG, bytes)), has_files: true, drops: Vec::new() },
-            request::SET_BACKEND_REQ_FD => Entry { record: Some((CHANNEL, bytes)), has_files: true, drops: Vec::new() },
-            request::GET_SHMEM_CONFIG => Entry { record: Some((WINDOW, bytes)), ..Entry::default() },
+            request::SET_LOG_BASE => Entry { record: Some((DIRTY_LOG, bytes)), has_files: true, drops: Vec::new() },
+            request::SET_BACKEND_REQ_FD => {
+                Entry { record: Some((BACKEND_CHANNEL, bytes)), has_files: true, drops: Vec::new() }
+            }
+            request::GET_SHMEM_CONFIG => Entry { record: Some((SHMEM_CONFIG, bytes)), ..Entry::default() },
             request::SET_MEM_TABLE => {
                 let drops = std::mem::take(&mut self.memory).into_keys().collect();
                 self.memory.insert(MEMORY, None);
                 Entry { record: Some((MEMORY, bytes)), has_files: true, drops }
             }
             request::ADD_MEM_REG => {
-                let key = self.next_memory() | if run { ADDED } else { 0 };
+                let key = self.next_memory() | if run { WAS_ADDED } else { 0 };
                 self.memory.insert(key, place(message));
                 Entry { record: Some((key, bytes)), has_files: true, drops: Vec::new() }
             }
@@ -236,7 +238,7 @@ impl ReplayLog {
     }
 
     fn next_memory(&self) -> u64 {
-        self.memory.last_key_value().map_or(MEMORY, |(last, _)| (last | ADDED) + 1)
+        self.memory.last_key_value().map_or(MEMORY, |(last, _)| (last | WAS_ADDED) + 1)
     }
 
     fn remove_memory(&mut self, message: &[u8], bytes: Vec<u8>) -> Entry {
@@ -292,7 +294,7 @@ mod tests {
             assert_eq!(next.bases, replay_log.bases);
             replay_log = next;
         }
-        let all = records.into_values().map(|(bytes, _)| (request_of(&bytes).expect("a header"), word(&bytes, 20)));
+        let all = records.into_values().map(|(bytes, _)| (request_of(&bytes).expect("a header"), u64_at(&bytes, 20)));
         all.collect()
     }
 
@@ -379,7 +381,7 @@ mod tests {
         assert_eq!(requests, [SET_VRING_BASE, SET_VRING_CALL, SET_VRING_ENABLE]);
         let entry = ReplayLog::default().record_base(3, 77).expect("it is not at 0");
         let (_, bytes) = entry.record.expect("where it rests");
-        assert_eq!((ring_of(&bytes), word(&bytes, HEADER_BYTES)), (Some(3), Some(77 << 32 | 3)));
+        assert_eq!((ring_of(&bytes), u64_at(&bytes, HEADER_BYTES)), (Some(3), Some(77 << 32 | 3)));
         // After a reset only the call descriptor stays.
         steps.push((message(RESET_DEVICE, &[]), 77));
         assert_eq!(recorded(&steps).iter().map(|(request, _)| *request).collect::<Vec<_>>(), [SET_VRING_CALL]);

@@ -52,12 +52,12 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
 
 /// A toy with spare threads, and its driver.
 fn started(packed: bool) -> (tempfile::TempDir, Toy, impl Drop, Driver) {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let toy = Toy { spares: SPARES, ..Toy::default() };
     let server = serve(&path, toy.clone());
     let driver = Driver::connect(&path, Config { packed, inflight: true, ..config() }).unwrap();
-    (folder, toy, Keep(server), driver)
+    (directory, toy, Keep(server), driver)
 }
 
 struct Keep<T>(T);
@@ -69,7 +69,7 @@ impl<T> Drop for Keep<T> {
 #[test]
 fn blocked_handlers_do_not_stop_other_requests() {
     for packed in [false, true] {
-        let (_folder, toy, _server, mut driver) = started(packed);
+        let (_directory, toy, _server, mut driver) = started(packed);
         for _ in 0..3 {
             let gate = toy.gate.lock().unwrap();
             let mut asked = Asked::default();
@@ -94,7 +94,7 @@ fn blocked_handlers_do_not_stop_other_requests() {
 
 #[test]
 fn past_the_budget_requests_wait_for_each_other_but_not_those_that_never_wait() {
-    let (_folder, toy, _server, mut driver) = started(false);
+    let (_directory, toy, _server, mut driver) = started(false);
     let gate = toy.gate.lock().unwrap();
     let mut asked = Asked::default();
     let blocked = 2 * SPARES as u64;
@@ -115,7 +115,7 @@ fn past_the_budget_requests_wait_for_each_other_but_not_those_that_never_wait() 
 #[test]
 fn a_stopping_queue_waits_for_other_threads() {
     for packed in [false, true] {
-        let (_folder, toy, _server, mut driver) = started(packed);
+        let (_directory, toy, _server, mut driver) = started(packed);
         let mut asked = Asked::default();
         let begin = Instant::now();
         std::thread::scope(|scope| {
@@ -144,7 +144,7 @@ fn a_stopping_queue_waits_for_other_threads() {
 
 #[test]
 fn a_reply_may_precede_the_return_of_its_handler() {
-    let (_folder, toy, _server, mut driver) = started(false);
+    let (_directory, toy, _server, mut driver) = started(false);
     for number in [GATED | HELD | 1, GATED | HELD | PARKED | 1, GATED | PANICS | 2, GATED | 6] {
         let gate = toy.gate.lock().unwrap();
         let mut asked = Asked::default();
@@ -162,7 +162,7 @@ fn a_reply_may_precede_the_return_of_its_handler() {
 
 #[test]
 fn a_disconnecting_front_end_leaves_nothing_behind() {
-    let (folder, toy, _server, mut driver) = started(false);
+    let (directory, toy, _server, mut driver) = started(false);
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     for _ in 0..3 {
         let gate = toy.gate.lock().unwrap();
@@ -173,7 +173,7 @@ fn a_disconnecting_front_end_leaves_nothing_behind() {
         driver.hang_up();
         drop(driver);
         drop(gate);
-        driver = Driver::connect(folder.path().join("s"), config()).unwrap();
+        driver = Driver::connect(directory.path().join("s"), config()).unwrap();
         let mut asked = Asked::default();
         (0..50).for_each(|number| asked.ask(&mut driver, number));
         asked.wait_for_all(&mut driver);

@@ -25,8 +25,8 @@ fn takeover_works_without_free_descriptors() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let toy = Toy { spares: 4, ..Toy::default() };
     let (_socket, _server) = serve(&path, toy.clone());
     let mut driver = Driver::connect(&path, config()).unwrap();
@@ -48,8 +48,8 @@ fn a_message_waits_for_room_for_its_descriptor() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let (_socket, _server) = serve(&path, Toy::default());
     let mut frontend = Frontend::connect(&path, QUEUES as u64).unwrap();
     frontend.set_owner().unwrap();
@@ -70,8 +70,8 @@ fn queues_work_without_free_descriptors() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let (_socket, _server) = serve(&path, Toy::default());
     let mut driver = Driver::connect(&path, config()).unwrap();
     let left = take_all_descriptors();

@@ -45,8 +45,8 @@ fn converse(driver: &mut Driver, queue: usize, count: u64) {
 
 #[test]
 fn every_ring_serves() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let (_socket, _server) = serve(&path, Toy::default());
     for (packed, queue_size) in [(false, 64), (false, 1024), (true, 64), (true, 7), (true, 1000)] {
         for (event_idx, indirect, inflight) in
@@ -63,8 +63,8 @@ fn every_ring_serves() {
 
 #[test]
 fn a_ring_continues_after_a_stop_and_restarts_after_a_reboot() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let toy = Toy::default();
     let features = Arc::clone(&toy.features);
     let (_socket, _server) = serve(&path, toy);
@@ -112,8 +112,8 @@ fn converse_slowly(driver: &mut Driver, depth: u64, count: u64) -> u64 {
 #[test]
 fn a_slow_driver_with_deep_queues_kicks_rarely() {
     const COUNT: u64 = 4000;
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let (_socket, _server) = serve(&path, Toy::default());
     // Other work on this machine may keep either side from its CPU.
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -138,8 +138,8 @@ fn fill_first(driver: &Driver) -> Vec<Buffer> {
 
 #[test]
 fn memory_is_exchanged_while_a_request_is_served() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let toy = Toy::default();
     let (_socket, _server) = serve(&path, toy.clone());
     for packed in [false, true] {
@@ -172,8 +172,8 @@ fn memory_is_exchanged_while_a_request_is_served() {
 
 #[test]
 fn memory_comes_and_goes_under_load() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let (_socket, _server) = serve(&path, Toy::default());
     for packed in [false, true] {
         let config = Config { packed, regions: 2, memory_bytes: 4 << 20, ..config() };
@@ -221,8 +221,8 @@ fn until(mut is_so: impl FnMut() -> bool) {
 
 #[test]
 fn a_queue_may_have_as_many_requests_out_as_it_has_entries() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let toy = Toy::default();
     let (_socket, _server) = serve(&path, toy.clone());
     for packed in [false, true] {
@@ -243,8 +243,8 @@ fn a_queue_may_have_as_many_requests_out_as_it_has_entries() {
 
 #[test]
 fn a_new_call_descriptor_gets_pending_signals() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let toy = Toy::default();
     let (_socket, _server) = serve(&path, toy.clone());
     for packed in [false, true] {
@@ -264,8 +264,8 @@ fn a_new_call_descriptor_gets_pending_signals() {
 
 #[test]
 fn errors_are_signalled_on_the_latest_descriptor() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let (_socket, _server) = serve(&path, Toy::default());
     let mut driver = Driver::connect(&path, config()).unwrap();
     converse(&mut driver, 0, 10);
@@ -280,8 +280,8 @@ fn errors_are_signalled_on_the_latest_descriptor() {
 
 #[test]
 fn a_ring_with_a_reset_index_keeps_parked_chains() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let toy = Toy::default();
     let (_socket, _server) = serve(&path, toy.clone());
     let config = Config { regions: 2, queue_size: 1024, ..config() };
@@ -310,8 +310,8 @@ fn a_ring_with_a_reset_index_keeps_parked_chains() {
 
 #[test]
 fn a_panicking_handler_fails_one_request_only() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let (_socket, server) = serve(&path, Toy::default());
     let mut driver = Driver::connect(&path, config()).unwrap();
     let panics = ask(&mut driver, 0, PANICS + 1).unwrap();
@@ -331,8 +331,8 @@ fn a_panicking_handler_fails_one_request_only() {
 
 #[test]
 fn the_configuration_is_read_written_and_reset() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let (_socket, _server) = serve(&path, Toy::default());
     let mut driver = Driver::connect(&path, config()).unwrap();
     assert_eq!(driver.read_config(0, 8).unwrap(), [1, 2, 3, 4, 0, 0, 0, 0], "nothing is behind its end");
@@ -360,8 +360,8 @@ fn front_end(path: &Path) -> Frontend {
 
 #[test]
 fn configuration_changes_are_sent_to_the_front_end() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let (_socket, server) = serve(&path, Toy::default());
     server.config_changed();
     for early in [true, false] {
@@ -391,8 +391,8 @@ fn configuration_changes_are_sent_to_the_front_end() {
 
 #[test]
 fn features_that_were_not_offered_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let (_socket, _server) = serve(&path, Toy::default());
     let mut frontend = front_end(&path);
     assert!(frontend.set_protocol_features(Protocol::all()).is_err());
@@ -411,11 +411,11 @@ fn serve_if_asked() {
     }
 }
 
-fn start_server(folder: &Path) -> Child {
+fn start_server(directory: &Path) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["server::serve_if_asked", "--exact", "--nocapture"])
-        .env(SOCKET_VARIABLE, folder.join("s"))
-        .env(JOURNAL_VARIABLE, folder.join("journal"))
+        .env(SOCKET_VARIABLE, directory.join("s"))
+        .env(JOURNAL_VARIABLE, directory.join("journal"))
         .stdout(std::process::Stdio::null())
         .spawn()
         .unwrap()
@@ -423,10 +423,10 @@ fn start_server(folder: &Path) -> Child {
 
 /// Kills the server again and again under load. Every request is answered once, and carried out at least once.
 fn killed_servers(packed: bool, queue_size: u16) {
-    let folder = tempfile::tempdir().unwrap();
-    let mut server = start_server(folder.path());
+    let directory = tempfile::tempdir().unwrap();
+    let mut server = start_server(directory.path());
     let config = Config { packed, queue_size, inflight: true, timeout: TIMEOUT, connect_within: TIMEOUT, ..config() };
-    let mut driver = Driver::connect(folder.path().join("s"), config).unwrap();
+    let mut driver = Driver::connect(directory.path().join("s"), config).unwrap();
     let mut asked: HashMap<_, u64> = HashMap::new();
     let (mut next, mut answered) = (0, 0);
     for round in 0..25_u64 {
@@ -451,7 +451,7 @@ fn killed_servers(packed: bool, queue_size: u16) {
         driver.write_config(WRITABLE_AT, &[set]).unwrap();
         server.kill().unwrap();
         server.wait().unwrap();
-        server = start_server(folder.path());
+        server = start_server(directory.path());
         driver.reattach().unwrap();
         assert_eq!(driver.read_config(WRITABLE_AT, 1).unwrap(), [set], "what the driver has set stays");
     }
@@ -467,7 +467,7 @@ fn killed_servers(packed: bool, queue_size: u16) {
     }
     server.kill().unwrap();
     server.wait().unwrap();
-    let journal = std::fs::read(folder.path().join("journal")).unwrap();
+    let journal = std::fs::read(directory.path().join("journal")).unwrap();
     let mut done = vec![0u32; usize::try_from(next).unwrap()];
     for number in journal.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap())) {
         done[usize::try_from(number).unwrap()] += 1;

@@ -18,17 +18,17 @@ pub fn bytes(system: System) -> u64 {
     (USED_MIB + index as u64) << 20
 }
 
-/// The files, and a folder for sockets.
+/// The files, and a directory for sockets.
 #[derive(Debug)]
 pub struct Files {
-    folder: PathBuf,
+    directory: PathBuf,
 }
 
 impl Files {
-    /// Makes a file for each system in a folder.
-    pub fn make(folder: PathBuf) -> Result<Self> {
-        std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-        let files = Self { folder };
+    /// Makes a file for each system in a directory.
+    pub fn make(directory: PathBuf) -> Result<Self> {
+        std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
+        let files = Self { directory };
         for system in ALL {
             write_noise(&files.path(system), bytes(system))?;
         }
@@ -37,18 +37,18 @@ impl Files {
     }
 
     /// Where sockets and logs are.
-    pub fn folder(&self) -> &Path {
-        &self.folder
+    pub fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// The file of a system.
     pub fn path(&self, system: System) -> PathBuf {
-        self.folder.join(format!("{}.disk", system.full_name()))
+        self.directory.join(format!("{}.disk", system.full_name()))
     }
 
     /// Lets what was written reach the disk, so that it does not disturb what is measured next.
     pub fn settle(&self) {
-        if let Ok(dir) = File::open(&self.folder) {
+        if let Ok(dir) = File::open(&self.directory) {
             let _ = rustix::fs::syncfs(dir);
         }
     }
@@ -69,7 +69,7 @@ impl Files {
 
     /// Starts the server of a system.
     pub fn serve(&self, programs: &Programs, system: System, direct: bool, cpus: &str) -> Result<Server> {
-        let socket = self.folder.join(format!("{}.s", system.full_name()));
+        let socket = self.directory.join(format!("{}.s", system.full_name()));
         let command = programs.server(system, &self.path(system), &socket, direct)?;
         Server::spawn(system.name(), &socket, cpus, command)
     }

@@ -88,7 +88,7 @@ impl BlkGuest {
             }
             None => guest.host_cpu = Some(cpus.guest),
         }
-        let agent = Agent::start(guest, &files.folder().join("guest.log"))?;
+        let agent = Agent::start(guest, &files.directory().join("guest.log"))?;
         let mut guest = Self { agent, servers, root, disks: BTreeMap::new(), kernel: String::new() };
         guest.kernel = guest.run("uname -r")?.trim().to_owned();
         let listed = guest.run(LIST_DISKS)?;
@@ -141,7 +141,7 @@ impl BlkGuest {
 fn root(programs: &Programs, files: &Files, cpus: Cpus<'_>) -> Result<Server> {
     let sharing = Sharing {
         dir: Path::new("/"),
-        socket: files.folder().join("root"),
+        socket: files.directory().join("root"),
         config: Config::Auto,
         queues: None,
         cpus: cpus.all,

@@ -64,9 +64,9 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     )?;
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = cli.results() {
+    if let Some(directory) = cli.results() {
         let machine = Machine { guest_kernel: runner.guest_kernels(), command: crate::cli::command(), ..machine };
-        report::write(&folder, &lines, &machine, &targets)?;
+        report::write(&directory, &lines, &machine, &targets)?;
     }
     Ok(crate::cli::verdict(&lines))
 }

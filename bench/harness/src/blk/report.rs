@@ -97,11 +97,11 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
     targets
 }
 
-/// Writes the report into a folder.
-pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target]) -> Result<()> {
+/// Writes the report into a directory.
+pub fn write(directory: &Path, lines: &[Line], machine: &Machine, targets: &[Target]) -> Result<()> {
     // The default alone: all configurations would be more than a picture can hold.
     let shown: Vec<Line> = lines.iter().filter(|line| line.config.starts_with(POLL.name())).cloned().collect();
-    parts::save(folder, TABLE, lines, &markdown(lines, machine, targets), &chart::svg(&shown, PEER.name()))
+    parts::save(directory, TABLE, lines, &markdown(lines, machine, targets), &chart::svg(&shown, PEER.name()))
 }
 
 /// The whole report.

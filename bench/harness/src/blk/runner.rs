@@ -259,8 +259,8 @@ impl Runner {
         let name = System::BareFile.full_name();
         let target = [(name.clone(), file)];
         command.args(fio::arguments(step, Engine::Uring, step.direct, &target, self.effort.native));
-        command.current_dir(self.files.folder());
-        let output = process::run(command, self.files.folder(), self.effort.timeout + self.effort.native)?;
+        command.current_dir(self.files.directory());
+        let output = process::run(command, self.files.directory(), self.effort.timeout + self.effort.native)?;
         fio::parse(step, &name, &output)
     }
 
@@ -270,7 +270,7 @@ impl Runner {
         let mut command = Command::new("taskset");
         command.arg("-c").arg(self.cpus.0.to_string()).arg(self.programs.tool("qemu-img")?);
         command.args(image_arguments(step, socket, requests));
-        let output = process::run(command, self.files.folder(), self.effort.timeout)?;
+        let output = process::run(command, self.files.directory(), self.effort.timeout)?;
         let seconds = parse_image(&output).with_context(|| format!("qemu-img said {:?}", output.trim()))?;
         let iops = requests.floor() / seconds;
         // The next row's depth differs: its first run is not to take for ever.

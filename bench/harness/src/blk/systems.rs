@@ -97,7 +97,7 @@ pub struct Programs {
     pub ferry: PathBuf,
     /// fio.
     pub fio: PathBuf,
-    /// qemu-storage-daemon and qemu-img, in this folder; nothing where they could not be fetched.
+    /// qemu-storage-daemon and qemu-img, in this directory; nothing where they could not be fetched.
     pub disk_tools: Option<PathBuf>,
 }
 
@@ -105,7 +105,7 @@ impl Programs {
     /// A program that comes with QEMU.
     pub fn tool(&self, name: &str) -> Result<PathBuf> {
         match &self.disk_tools {
-            Some(folder) => Ok(folder.join(name)),
+            Some(directory) => Ok(directory.join(name)),
             None => bail!("{name} is not there"),
         }
     }

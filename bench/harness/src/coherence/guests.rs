@@ -91,7 +91,7 @@ impl System {
             Self::VirtiofsdAlways => theirs("always")?,
             Self::Local => {
                 let mkfs = place.mkfs.as_ref().map_err(|reason| anyhow::anyhow!("{reason}"))?;
-                let disk = place.folder.join("disk");
+                let disk = place.directory.join("disk");
                 trees::disk(&disk, &place.share, mkfs)?;
                 let program = OsString::from(place.ferry.clone());
                 vec![
@@ -118,7 +118,7 @@ pub struct Place {
     /// What is shared.
     pub share: PathBuf,
     /// For sockets and logs.
-    pub folder: PathBuf,
+    pub directory: PathBuf,
 }
 
 /// A guest, which goes before its server.
@@ -132,7 +132,7 @@ pub struct Guest {
 impl Guest {
     pub fn start(system: System, cache: &Cache, place: &Place) -> Result<Self> {
         let (cpu, server_cpus) = session::divide_cpus()?;
-        let socket = place.folder.join(system.name());
+        let socket = place.directory.join(system.name());
         let server = Server::spawn(system.name(), &socket, &server_cpus, system.command(place, &socket)?)?;
         let device = if system == System::Local { Device::block(&socket) } else { Device::fs(&socket, TAG) };
         let agent = Agent::boot(cache, device, cpu, &socket.with_extension("guest"))?;

@@ -33,38 +33,39 @@ impl Size {
 /// How long a program may take that prepares a tree.
 const TIMEOUT: std::time::Duration = std::time::Duration::from_secs(120);
 
-/// Makes all trees in the folder.
-pub fn make(folder: &Path, size: Size) -> Result<()> {
-    repository(&folder.join("tree"), size.dirs)?;
-    packages(&folder.join("packages"), size.packages)?;
-    crates(&folder.join("crates"), size.crates)
+/// Makes all trees in the directory.
+pub fn make(directory: &Path, size: Size) -> Result<()> {
+    repository(&directory.join("tree"), size.dirs)?;
+    packages(&directory.join("packages"), size.packages)?;
+    crates(&directory.join("crates"), size.crates)
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
-fn repository(folder: &Path, dirs: usize) -> Result<()> {
+fn repository(directory: &Path, dirs: usize) -> Result<()> {
     for dir in 0..dirs {
-        let dir = folder.join(dir.to_string());
+        let dir = directory.join(dir.to_string());
         fs::create_dir_all(&dir)?;
         (0..Size::FILES).try_for_each(|file| write(&dir.join(file.to_string()), "x"))?;
     }
     // Files as old as the index would be read each time.
     let script = "find . -exec touch -d 2020-01-01 {} + && git init -q && git add -A && git -c user.name=bench -c user.email=bench commit -qm all";
     let mut command = Command::new("sh");
-    command.args(["-c", script]).current_dir(folder);
-    process::run(command, folder.parent().unwrap_or(folder), TIMEOUT).context("git cannot make the repository")?;
+    command.args(["-c", script]).current_dir(directory);
+    process::run(command, directory.parent().unwrap_or(directory), TIMEOUT)
+        .context("git cannot make the repository")?;
     Ok(())
 }
 
 /// Each package needs the one before it.
-fn packages(folder: &Path, count: usize) -> Result<()> {
+fn packages(directory: &Path, count: usize) -> Result<()> {
     let all = (0..count).map(|number| format!("\"p{number}\": \"1.0.0\"")).collect::<Vec<_>>().join(", ");
-    let modules = folder.join("node_modules");
+    let modules = directory.join("node_modules");
     fs::create_dir_all(&modules)?;
     write(
-        &folder.join("package.json"),
+        &directory.join("package.json"),
         &format!("{{\"name\": \"all\", \"version\": \"1.0.0\", \"dependencies\": {{{all}}}}}"),
     )?;
     for number in 0..count {
@@ -78,11 +79,11 @@ fn packages(folder: &Path, count: usize) -> Result<()> {
     Ok(())
 }
 
-fn crates(folder: &Path, count: usize) -> Result<()> {
-    fs::create_dir_all(folder)?;
-    write(&folder.join("Cargo.toml"), "[workspace]\nmembers = [\"c*\"]\nresolver = \"2\"\n")?;
+fn crates(directory: &Path, count: usize) -> Result<()> {
+    fs::create_dir_all(directory)?;
+    write(&directory.join("Cargo.toml"), "[workspace]\nmembers = [\"c*\"]\nresolver = \"2\"\n")?;
     for number in 0..count {
-        let source = folder.join(format!("c{number}/src"));
+        let source = directory.join(format!("c{number}/src"));
         fs::create_dir_all(&source)?;
         let needs = number
             .checked_sub(1)
@@ -90,7 +91,7 @@ fn crates(folder: &Path, count: usize) -> Result<()> {
         let manifest = format!(
             "[package]\nname = \"c{number}\"\nversion = \"1.0.0\"\nedition = \"2021\"\n[dependencies]\n{needs}"
         );
-        write(&folder.join(format!("c{number}/Cargo.toml")), &manifest)?;
+        write(&directory.join(format!("c{number}/Cargo.toml")), &manifest)?;
         let modules = (0..Size::MODULES).map(|module| format!("pub mod m{module};\n")).collect::<String>();
         write(&source.join("lib.rs"), &modules)?;
         (0..Size::MODULES).try_for_each(|module| write(&source.join(format!("m{module}.rs")), "pub fn f() {}\n"))?;
@@ -98,11 +99,11 @@ fn crates(folder: &Path, count: usize) -> Result<()> {
     Ok(())
 }
 
-/// Makes a disk with ext4 that has a copy of the folder.
-pub fn disk(file: &Path, folder: &Path, mkfs: &Path) -> Result<()> {
+/// Makes a disk with ext4 that has a copy of the directory.
+pub fn disk(file: &Path, directory: &Path, mkfs: &Path) -> Result<()> {
     fs::File::create(file)?.set_len(2 << 30)?;
     let mut command = Command::new(mkfs);
-    command.args(["-q", "-F", "-N", "200000", "-d"]).arg(folder).arg(file);
+    command.args(["-q", "-F", "-N", "200000", "-d"]).arg(directory).arg(file);
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot start {}", mkfs.display()))?;
     ensure!(output.status.success(), "mkfs.ext4: {}", String::from_utf8_lossy(&output.stderr).trim());
     Ok(())
@@ -114,11 +115,11 @@ mod tests {
 
     #[test]
     fn the_trees_are_what_their_programs_take() {
-        let folder = tempfile::tempdir().unwrap();
-        make(folder.path(), Size { dirs: 2, packages: 3, crates: 2 }).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        make(directory.path(), Size { dirs: 2, packages: 3, crates: 2 }).unwrap();
         let says = |dir: &str, words: &[&str]| {
             let output =
-                Command::new(words[0]).args(&words[1..]).current_dir(folder.path().join(dir)).output().unwrap();
+                Command::new(words[0]).args(&words[1..]).current_dir(directory.path().join(dir)).output().unwrap();
             assert!(output.status.success(), "{words:?}: {output:?}");
             String::from_utf8(output.stdout).unwrap()
         };
@@ -126,7 +127,7 @@ mod tests {
         assert_eq!(says("tree", &["git", "ls-files"]).lines().count(), 2 * Size::FILES);
         let metadata = says("crates", &["cargo", "metadata", "--offline", "--format-version", "1", "--no-deps"]);
         assert!(metadata.contains("\"name\":\"c1\""), "{metadata}");
-        let manifest = fs::read_to_string(folder.path().join("packages/node_modules/p2/package.json")).unwrap();
+        let manifest = fs::read_to_string(directory.path().join("packages/node_modules/p2/package.json")).unwrap();
         let manifest: serde_json::Value = serde_json::from_str(&manifest).unwrap();
         assert_eq!(manifest["dependencies"]["p1"], "1.0.0");
     }

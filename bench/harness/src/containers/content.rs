@@ -32,7 +32,7 @@ const IMAGES_PER_BASE: usize = 5;
 #[derive(Debug)]
 pub struct Content {
     programs: Programs,
-    folder: PathBuf,
+    directory: PathBuf,
     /// The registry's address.
     registry: String,
     /// What is there, or why it is not.
@@ -41,10 +41,10 @@ pub struct Content {
 }
 
 impl Content {
-    /// None, in a new folder.
-    pub fn new(programs: Programs, folder: PathBuf, registry: String) -> Result<Self> {
-        fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-        let content = Self { programs, folder, registry, made: BTreeMap::new(), has_related: false };
+    /// None, in a new directory.
+    pub fn new(programs: Programs, directory: PathBuf, registry: String) -> Result<Self> {
+        fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
+        let content = Self { programs, directory, registry, made: BTreeMap::new(), has_related: false };
         content.umoci(["init", "--layout", "layout"])?;
         Ok(content)
     }
@@ -69,7 +69,7 @@ impl Content {
         }
         self.make(Image::Shell, Form::Plain)?;
         self.make(Image::Python, Form::Plain)?;
-        let [base, application] = [Image::Shell, Image::Python].map(|image| self.folder.join(image.name()));
+        let [base, application] = [Image::Shell, Image::Python].map(|image| self.directory.join(image.name()));
         let mut noise = Noise(11);
         for number in 0..RELATED {
             if number > 0 && number % IMAGES_PER_BASE == 0 {
@@ -106,7 +106,7 @@ impl Content {
 
     /// Adds a layer with packages to an image.
     fn layer(&self, image: Image, packages: &[&str]) -> Result<()> {
-        let root = self.folder.join(image.name());
+        let root = self.directory.join(image.name());
         let _ = fs::remove_dir_all(&root);
         fs::create_dir(&root).with_context(|| format!("cannot create {}", root.display()))?;
         // Packages expect these, and have them or not.
@@ -119,7 +119,7 @@ impl Content {
         for package in packages {
             let mut command = Command::new("dpkg-deb");
             command.arg("-x").arg(self.programs.packages.join("root").join(package)).arg(&root);
-            process::run(command, &self.folder, TIMEOUT).with_context(|| format!("cannot unpack {package}"))?;
+            process::run(command, &self.directory, TIMEOUT).with_context(|| format!("cannot unpack {package}"))?;
         }
         for removed in REMOVED {
             let _ = fs::remove_dir_all(root.join(removed));
@@ -137,9 +137,9 @@ impl Content {
             Form::Prepared => {
                 self.push(image.name(), form)?;
                 let mut command = Command::new(&self.programs.ferry);
-                let store = self.folder.join("store");
+                let store = self.directory.join("store");
                 command.args(["image", "convert"]).arg(format!("oci:{made}")).arg("--store").arg(store);
-                process::run(command, &self.folder, TIMEOUT).map(drop)
+                process::run(command, &self.directory, TIMEOUT).map(drop)
             }
             Form::Estargz => {
                 let engine = self.engine()?;
@@ -161,29 +161,31 @@ impl Content {
 
     /// A containerd that only converts.
     fn engine(&self) -> Result<Engine> {
-        let folder = self.folder.join("engine");
-        Engine::start(System::Overlayfs, folder, &self.programs, self.registry.clone())
+        let directory = self.directory.join("engine");
+        Engine::start(System::Overlayfs, directory, &self.programs, self.registry.clone())
     }
 
     fn peer(&self, program: &str, engine: &Engine, words: &[&str]) -> Result<()> {
         let peers = self.programs.peers.as_ref().context("there are no programs of other snapshotters")?;
         let mut command = Command::new(peers.join(program));
         command.arg("--address").arg(engine.socket()).args(words);
-        process::run(command, &self.folder, TIMEOUT).map(drop).with_context(|| format!("{program} {}", words.join(" ")))
+        process::run(command, &self.directory, TIMEOUT)
+            .map(drop)
+            .with_context(|| format!("{program} {}", words.join(" ")))
     }
 
     fn push(&self, name: &str, form: Form) -> Result<()> {
         let mut command = Command::new(&self.programs.skopeo);
         command.args(["--insecure-policy", "copy", "--quiet", "--dest-tls-verify=false"]);
         command.arg(format!("oci:layout:{name}")).arg(format!("docker://{}/{}", self.registry, form.repository(name)));
-        command.current_dir(&self.folder);
-        process::run(command, &self.folder, TIMEOUT).map(drop).with_context(|| format!("cannot push {name}"))
+        command.current_dir(&self.directory);
+        process::run(command, &self.directory, TIMEOUT).map(drop).with_context(|| format!("cannot push {name}"))
     }
 
     fn umoci<W: AsRef<OsStr>>(&self, words: impl IntoIterator<Item = W>) -> Result<()> {
         let mut command = Command::new(&self.programs.umoci);
-        command.args(words).current_dir(&self.folder);
-        process::run(command, &self.folder, TIMEOUT).map(drop).context("umoci failed")
+        command.args(words).current_dir(&self.directory);
+        process::run(command, &self.directory, TIMEOUT).map(drop).context("umoci failed")
     }
 }
 

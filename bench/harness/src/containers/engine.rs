@@ -26,7 +26,7 @@ const LAST_WORDS_BYTES: usize = 400;
 #[derive(Debug)]
 pub struct Engine {
     system: System,
-    folder: PathBuf,
+    directory: PathBuf,
     ctr: PathBuf,
     registry: String,
     snapshotter: Option<Server>,
@@ -34,19 +34,19 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Starts containerd with a system, in a folder that is made; `registry` is where it pulls from.
-    pub fn start(system: System, folder: PathBuf, programs: &Programs, registry: String) -> Result<Self> {
-        std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    /// Starts containerd with a system, in a directory that is made; `registry` is where it pulls from.
+    pub fn start(system: System, directory: PathBuf, programs: &Programs, registry: String) -> Result<Self> {
+        std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
         let ctr = programs.containerd.join("ctr");
-        let command = system.command(programs, &folder).context("cannot configure the snapshotter")?;
-        let mut engine = Self { system, folder, ctr, registry, snapshotter: None, containerd: None };
+        let command = system.command(programs, &directory).context("cannot configure the snapshotter")?;
+        let mut engine = Self { system, directory, ctr, registry, snapshotter: None, containerd: None };
         let cpus = session::all_cpus()?;
         if let Some(command) = command {
-            let socket = engine.folder.join("s.sock");
+            let socket = engine.directory.join("s.sock");
             engine.snapshotter = Some(Server::spawn(system.name(), &socket, &cpus, command)?);
         }
-        let config = engine.folder.join("containerd.toml");
-        std::fs::write(&config, system.containerd(&engine.folder)).context("cannot configure containerd")?;
+        let config = engine.directory.join("containerd.toml");
+        std::fs::write(&config, system.containerd(&engine.directory)).context("cannot configure containerd")?;
         let path = [Some(&programs.containerd), programs.erofs.as_ref().filter(|_| system == System::Erofs)]
             .into_iter()
             .flatten()
@@ -70,14 +70,14 @@ impl Engine {
 
     /// Where containerd listens.
     pub fn socket(&self) -> PathBuf {
-        self.folder.join("c.sock")
+        self.directory.join("c.sock")
     }
 
     /// Runs containerd's client.
     pub fn ctr<W: AsRef<OsStr>>(&self, words: impl IntoIterator<Item = W>) -> Result<String> {
         let mut command = self.client();
         command.args(words);
-        process::run(command, &self.folder, TIMEOUT).with_context(|| self.last_words())
+        process::run(command, &self.directory, TIMEOUT).with_context(|| self.last_words())
     }
 
     fn client(&self) -> Command {
@@ -104,7 +104,7 @@ impl Engine {
 
     /// Fails if layers were pulled that were to stay in the registry.
     pub fn ensure_lazy(&self) -> Result<()> {
-        let blobs = self.folder.join("containerd/io.containerd.content.v1.content/blobs/sha256");
+        let blobs = self.directory.join("containerd/io.containerd.content.v1.content/blobs/sha256");
         for blob in std::fs::read_dir(&blobs).with_context(|| format!("cannot list {}", blobs.display()))? {
             let bytes = blob?.metadata()?.len();
             ensure!(
@@ -119,7 +119,7 @@ impl Engine {
     /// Runs the program of an image in a container, and returns the time to the first output.
     pub fn run(&self, image: Image) -> Result<Duration> {
         let (program, expected) = image.command();
-        let errors = self.folder.join("run.err");
+        let errors = self.directory.join("run.err");
         let id = format!("ferry-bench-{}", std::process::id());
         let mut command = self.client();
         command
@@ -145,7 +145,7 @@ impl Engine {
 
     /// Mounts the root of an image; it is unmounted with the rest.
     pub fn mount(&self, image: &str) -> Result<PathBuf> {
-        let at = self.folder.join("at");
+        let at = self.directory.join("at");
         std::fs::create_dir_all(&at)?;
         let (name, place) = (self.name(image), at.display().to_string());
         self.ctr(["images", "mount", "--snapshotter", self.system.plugin(), &name, &place])?;
@@ -157,7 +157,7 @@ impl Engine {
         if self.snapshotter.is_none() {
             return Ok(None);
         }
-        let root = self.system.root(&self.folder);
+        let root = self.system.root(&self.directory);
         let mut kib = 0.0;
         for process in std::fs::read_dir("/proc")? {
             let process = process?.path();
@@ -176,8 +176,8 @@ impl Engine {
     /// What the snapshots take on the disk, in bytes. What is mounted among them is not counted.
     pub fn disk_bytes(&self) -> Result<f64> {
         let mut command = Command::new("du");
-        command.args(["--summarize", "--one-file-system", "--block-size=1"]).arg(self.system.root(&self.folder));
-        let text = process::run(command, &self.folder, TIMEOUT)?;
+        command.args(["--summarize", "--one-file-system", "--block-size=1"]).arg(self.system.root(&self.directory));
+        let text = process::run(command, &self.directory, TIMEOUT)?;
         text.split_whitespace().next().and_then(|bytes| bytes.parse().ok()).with_context(|| format!("du said {text:?}"))
     }
 }
@@ -191,11 +191,11 @@ impl Drop for Engine {
         }
         self.containerd = None;
         // Mounts that the snapshotter serves go before it, or those who look at them would wait.
-        mounted::unmount_below(&self.folder);
+        mounted::unmount_below(&self.directory);
         self.snapshotter = None;
-        mounted::unmount_below(&self.folder);
-        if let Err(error) = std::fs::remove_dir_all(&self.folder) {
-            eprintln!("bench/run: cannot remove {}: {error}", self.folder.display());
+        mounted::unmount_below(&self.directory);
+        if let Err(error) = std::fs::remove_dir_all(&self.directory) {
+            eprintln!("bench/run: cannot remove {}: {error}", self.directory.display());
         }
     }
 }
@@ -206,7 +206,8 @@ pub fn look_at(programs: &Programs, registry: &Path) {
     for (program, flag) in [("ctr", "--version"), ("runc", "--version"), ("containerd-shim-runc-v2", "-v")] {
         let _ = Command::new(containerd.join(program)).arg(flag).stdout(Stdio::null()).stderr(Stdio::null()).status();
     }
-    for program in programs.erofs.iter().map(|folder| folder.join("mkfs.erofs")).chain(["du".into(), "timeout".into()])
+    for program in
+        programs.erofs.iter().map(|directory| directory.join("mkfs.erofs")).chain(["du".into(), "timeout".into()])
     {
         let _ = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     }

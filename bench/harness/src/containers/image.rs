@@ -76,12 +76,12 @@ impl Image {
 impl Form {
     /// The repository of an image in this form.
     pub fn repository(self, image: &str) -> String {
-        let folder = match self {
+        let directory = match self {
             Self::Plain => "plain",
             Self::Prepared => "prepared",
             Self::Estargz => "estargz",
             Self::Soci => "soci",
         };
-        format!("{folder}/{image}:1")
+        format!("{directory}/{image}:1")
     }
 }

@@ -33,10 +33,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         return Ok(code);
     }
     ensure!(rustix::process::geteuid().is_root(), "bench/run {TABLE} starts containers and needs to be root");
-    let folder = cli.results();
+    let directory = cli.results();
     // Before any measurement, so that unreadable input is reported at once.
-    let earlier = match &folder {
-        Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
+    let earlier = match &directory {
+        Some(directory) if cli.add => earlier::read(directory, TABLE, known_row)?,
         _ => Vec::new(),
     };
     let cache = Cache::from_env()?;
@@ -56,8 +56,8 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let lines = parts::join(&earlier, &lines, order());
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = folder {
-        report::write(&folder, &lines, &machine, &versions(&cache), &targets)?;
+    if let Some(directory) = directory {
+        report::write(&directory, &lines, &machine, &versions(&cache), &targets)?;
     }
     Ok(verdict)
 }

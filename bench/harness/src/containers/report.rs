@@ -50,10 +50,10 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
     targets
 }
 
-/// Writes the report into a folder.
-pub fn write(folder: &Path, lines: &[Line], machine: &Machine, peers: &str, targets: &[Target]) -> Result<()> {
+/// Writes the report into a directory.
+pub fn write(directory: &Path, lines: &[Line], machine: &Machine, peers: &str, targets: &[Target]) -> Result<()> {
     parts::save(
-        folder,
+        directory,
         TABLE,
         lines,
         &markdown(lines, machine, peers, targets),

@@ -48,7 +48,7 @@ type Samples = BTreeMap<(Figure, System), Vec<f64>>;
 #[derive(Debug)]
 pub struct Runner {
     programs: Programs,
-    folder: PathBuf,
+    directory: PathBuf,
     effort: Effort,
     /// Those that take part.
     systems: Vec<System>,
@@ -59,21 +59,21 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// Starts the registry, with all data below a folder.
-    pub fn new(programs: Programs, folder: PathBuf, effort: Effort, systems: Vec<System>) -> Result<Self> {
+    /// Starts the registry, with all data below a directory.
+    pub fn new(programs: Programs, directory: PathBuf, effort: Effort, systems: Vec<System>) -> Result<Self> {
         let mut ip = Command::new("ip");
         ip.args(["address", "add", &REGISTRY.ip().to_string(), "dev", "lo"]);
-        process::run(ip, &folder, LIST_TIMEOUT).context("cannot give the registry an address")?;
+        process::run(ip, &directory, LIST_TIMEOUT).context("cannot give the registry an address")?;
         let certificate = std::env::var_os("SSL_CERT_FILE").map(PathBuf::from);
         let certificate = certificate.context("there is no certificate for the registry, which bench/run makes")?;
-        let config = folder.join("registry.yml");
-        std::fs::write(&config, registry_config(&data(&folder), &certificate))
+        let config = directory.join("registry.yml");
+        std::fs::write(&config, registry_config(&data(&directory), &certificate))
             .context("cannot configure the registry")?;
         let command = vec![programs.registry.clone().into(), "serve".into(), config.into()];
         let registry =
-            Server::spawn_tcp("docker-registry", REGISTRY, folder.join("registry"), &session::all_cpus()?, command)?;
-        let content = Content::new(programs.clone(), folder.join("content"), REGISTRY.to_string())?;
-        Ok(Self { programs, folder, effort, systems, content, trouble: Failures::default(), _registry: registry })
+            Server::spawn_tcp("docker-registry", REGISTRY, directory.join("registry"), &session::all_cpus()?, command)?;
+        let content = Content::new(programs.clone(), directory.join("content"), REGISTRY.to_string())?;
+        Ok(Self { programs, directory, effort, systems, content, trouble: Failures::default(), _registry: registry })
     }
 
     /// Runs a step, and makes a line of each of its rows for each of our configurations.
@@ -127,7 +127,7 @@ impl Runner {
         let able = self.able(image);
         self.rounds(&able, |runner, system| {
             process::drop_caches()?;
-            engine::look_at(&runner.programs, &data(&runner.folder));
+            engine::look_at(&runner.programs, &data(&runner.directory));
             // The same delay each way.
             let link = Link::new(REGISTRY, delay / 2, false)?;
             let engine = runner.engine(system, link.address())?;
@@ -150,7 +150,7 @@ impl Runner {
 
     /// How many requests the registry has answered.
     fn requests(&self) -> Result<u32> {
-        let log = std::fs::read_to_string(self.folder.join("registry.log")).context("the registry has no log")?;
+        let log = std::fs::read_to_string(self.directory.join("registry.log")).context("the registry has no log")?;
         Ok(u32::try_from(log.matches("msg=\"response completed\"").count())?)
     }
 
@@ -188,7 +188,7 @@ impl Runner {
         let mut command = Command::new("ls");
         command.arg("-lR").arg(root);
         let started = Instant::now();
-        let text = process::run(command, &self.folder, LIST_TIMEOUT)?;
+        let text = process::run(command, &self.directory, LIST_TIMEOUT)?;
         let took = started.elapsed();
         ensure!(text.contains("os-release"), "the root has not the files of the image");
         Ok(took)
@@ -213,8 +213,8 @@ impl Runner {
     }
 
     fn engine(&self, system: System, registry: SocketAddr) -> Result<Engine> {
-        let folder = self.folder.join(format!("engine-{}", system.name()));
-        Engine::start(system, folder, &self.programs, registry.to_string())
+        let directory = self.directory.join(format!("engine-{}", system.name()));
+        Engine::start(system, directory, &self.programs, registry.to_string())
     }
 
     fn lines(&self, work: Work, samples: &Samples) -> Vec<Line> {
@@ -243,8 +243,8 @@ impl Runner {
 }
 
 /// Where the registry keeps its data.
-fn data(folder: &Path) -> PathBuf {
-    folder.join("registry-data")
+fn data(directory: &Path) -> PathBuf {
+    directory.join("registry-data")
 }
 
 fn registry_config(data: &Path, certificate: &Path) -> String {

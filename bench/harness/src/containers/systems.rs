@@ -35,11 +35,11 @@ pub struct Programs {
     pub ferry: PathBuf,
     /// Ours, for containerd.
     pub snapshotter: PathBuf,
-    /// The folder of containerd, ctr and runc.
+    /// The directory of containerd, ctr and runc.
     pub containerd: PathBuf,
-    /// The folder of mkfs.erofs.
+    /// The directory of mkfs.erofs.
     pub erofs: Option<PathBuf>,
-    /// The folder of the other snapshotters and their tools.
+    /// The directory of the other snapshotters and their tools.
     pub peers: Option<PathBuf>,
     /// What makes images.
     pub umoci: PathBuf,
@@ -118,18 +118,19 @@ impl System {
         matches!(self, Self::Overlayfs | Self::Erofs)
     }
 
-    /// Where its data are, below the folder of all.
-    pub fn root(self, folder: &Path) -> PathBuf {
+    /// Where its data are, below the directory of all.
+    pub fn root(self, directory: &Path) -> PathBuf {
         if self.is_built_in() {
-            folder.join(format!("containerd/io.containerd.snapshotter.v1.{}", self.name()))
+            directory.join(format!("containerd/io.containerd.snapshotter.v1.{}", self.name()))
         } else {
-            folder.join("snapshotter")
+            directory.join("snapshotter")
         }
     }
 
     /// The command that serves it at a socket, after its configuration was written; none for a part of containerd.
-    pub fn command(self, programs: &Programs, folder: &Path) -> std::io::Result<Option<Vec<OsString>>> {
-        let (root, socket, config) = (self.root(folder), folder.join("s.sock"), folder.join("snapshotter.toml"));
+    pub fn command(self, programs: &Programs, directory: &Path) -> std::io::Result<Option<Vec<OsString>>> {
+        let (root, socket, config) =
+            (self.root(directory), directory.join("s.sock"), directory.join("snapshotter.toml"));
         let peer = |name: &str| programs.peers.as_ref().map(|peers| peers.join(name)).unwrap_or_default();
         let (program, text) = match self {
             Self::Overlayfs | Self::Erofs => return Ok(None),
@@ -144,7 +145,7 @@ impl System {
                     Self::Prepared => "[lazy]\nfrom = [\"*\"]\nconverted-from = [\"*\"]\n",
                     _ => "",
                 };
-                let text = format!("containerd-root = {:?}\n{more}", folder.join("containerd"));
+                let text = format!("containerd-root = {:?}\n{more}", directory.join("containerd"));
                 (programs.snapshotter.clone(), text)
             }
             Self::Soci => (peer("soci-snapshotter-grpc"), String::new()),
@@ -157,8 +158,8 @@ impl System {
     }
 
     /// The configuration of containerd that has only this one.
-    pub fn containerd(self, folder: &Path) -> String {
-        let at = |name: &str| folder.join(name).display().to_string();
+    pub fn containerd(self, directory: &Path) -> String {
+        let at = |name: &str| directory.join(name).display().to_string();
         let name = self.plugin();
         let mut text = format!(
             "version = 3\nroot = {:?}\nstate = {:?}\n\
@@ -204,10 +205,10 @@ mod tests {
 
     #[test]
     fn each_has_its_own_configuration() {
-        let folder = Path::new("/f");
-        let erofs = System::Erofs.containerd(folder);
+        let directory = Path::new("/f");
+        let erofs = System::Erofs.containerd(directory);
         assert!(erofs.contains("snapshotter = \"erofs\"\ndiffer = \"erofs\"") && !erofs.contains("proxy"), "{erofs}");
-        let ours = System::Estargz.containerd(folder);
+        let ours = System::Estargz.containerd(directory);
         assert!(ours.contains("snapshotter = \"ferry\"") && ours.contains("address = \"/f/s.sock\""), "{ours}");
         assert!(
             ours.contains("differ = \"ferry-diff\"") && ours.contains("[proxy_plugins.ferry-diff]\ntype = \"diff\"")

@@ -16,7 +16,7 @@ use crate::stats::Better;
 use crate::tmpfs::Tmpfs;
 
 /// Files in each directory.
-pub const FOLDER_FILES: usize = 1000;
+pub const DIR_FILES: usize = 1000;
 
 /// Longer than anybody keeps what is not used any more.
 const LATER: Duration = Duration::from_secs(30);
@@ -42,10 +42,10 @@ pub struct Memory<'a> {
 }
 
 /// Makes the empty files.
-fn make_files(path: PathBuf, folders: usize) -> Result<Tmpfs> {
+fn make_files(path: PathBuf, directories: usize) -> Result<Tmpfs> {
     let tmpfs = Tmpfs::mount(path)?;
-    for folder in 0..folders {
-        tmpfs.make_files(&format!("d{folder:04}"), u64::try_from(FOLDER_FILES)?)?;
+    for directory in 0..directories {
+        tmpfs.make_files(&format!("d{directory:04}"), u64::try_from(DIR_FILES)?)?;
     }
     Ok(tmpfs)
 }
@@ -57,7 +57,7 @@ impl Memory<'_> {
             Line::new(TABLE, row.into(), Config::AutoNoXattr.name(), unit, Better::Lower)
         };
         let mut lines = FIGURES.map(new);
-        let files = match make_files(self.work.join("walked"), self.size.folders) {
+        let files = match make_files(self.work.join("walked"), self.size.directories) {
             Ok(files) => files,
             Err(error) => {
                 lines[0].fail(&format!("{error:#}"));
@@ -101,7 +101,7 @@ impl Memory<'_> {
         let start = Instant::now();
         let mut walk = Walk::over(server.socket())?;
         let took = start.elapsed().as_secs_f64() * 1000.0;
-        let expected = self.size.folders * (FOLDER_FILES + 1);
+        let expected = self.size.directories * (DIR_FILES + 1);
         ensure!(walk.met() == expected, "the walk met {} of {expected} inodes", walk.met());
         let [rss, most] = kib(server.pid(), ["VmRSS:", "VmHWM:"])?;
         let descriptors = || anyhow::Ok(std::fs::read_dir(format!("/proc/{}/fd", server.pid()))?.count() as f64);

@@ -37,16 +37,16 @@ pub struct Size {
     /// Starts of each server.
     starts: usize,
     /// Directories of 1000 files that are walked over.
-    folders: usize,
+    directories: usize,
     /// Files that are changed where it is watched.
     changed: usize,
 }
 
 impl Size {
     /// A million files are walked over.
-    pub const FULL: Self = Self { runs: 5, starts: 9, folders: 1000, changed: 20_000 };
+    pub const FULL: Self = Self { runs: 5, starts: 9, directories: 1000, changed: 20_000 };
     /// A fiftieth and a tenth.
-    const QUICK: Self = Self { runs: 2, starts: 3, folders: 20, changed: 2000 };
+    const QUICK: Self = Self { runs: 2, starts: 3, directories: 20, changed: 2000 };
 }
 
 /// What a row measures; one of starts, memory or watching makes several lines.
@@ -111,9 +111,9 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     })?;
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = cli.results() {
+    if let Some(directory) = cli.results() {
         let machine = Machine { command: crate::cli::command(), ..machine };
-        report::write(&folder, &lines, &machine, &targets, size)?;
+        report::write(&directory, &lines, &machine, &targets, size)?;
     }
     Ok(crate::cli::verdict(&lines))
 }

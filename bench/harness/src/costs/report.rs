@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::memory::FOLDER_FILES;
+use super::memory::DIR_FILES;
 use super::start::{MEMORY, START_ROWS, WAKES};
 use super::{Size, TABLE};
 use crate::line::{FERRY, Line};
@@ -47,15 +47,15 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
     lines.iter().filter_map(most).chain(memory.filter_map(ratio)).chain(metrics.filter_map(cost)).collect()
 }
 
-/// Writes the report into a folder.
-pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -> Result<()> {
-    parts::save(folder, TABLE, lines, &markdown(lines, machine, targets, size), &chart::svg(lines, PEER))
+/// Writes the report into a directory.
+pub fn write(directory: &Path, lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -> Result<()> {
+    parts::save(directory, TABLE, lines, &markdown(lines, machine, targets, size), &chart::svg(lines, PEER))
 }
 
 fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -> String {
     let mut out = String::from("# What Ferry costs: starts, memory, sandbox, limits, watching\n\n");
     let Machine { cpu, cpus, kernel, file_system, virtiofsd, ferry, command, date, .. } = machine;
-    let Size { runs, starts, folders, changed } = size;
+    let Size { runs, starts, directories, changed } = size;
     let _ = writeln!(
         out,
         "`{command}`, begun {date} UTC. {runs} runs of each (start: {starts}; idle: 1; sandbox: as the virtiofs table), in turn; medians, with the least \
@@ -68,7 +68,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
          what is loaded of it, without symbols.\n\
          * `idle`: voluntary context switches of all threads of all processes in 5 s, eight seconds after the guest's last request; \
          RSS, and what no other process has mapped.\n\
-         * `memory`: the native driver walks over {} empty files in {folders} directories on a tmpfs by READDIRPLUS, keeps \
+         * `memory`: the native driver walks over {} empty files in {directories} directories on a tmpfs by READDIRPLUS, keeps \
          all inodes for half a minute, and gives them back by BATCH_FORGET. Both servers remember files by file handles, and share memory with \
          the driver, which counts, too.\n\
          * `sandbox`: the native driver's loads, on `--sandbox none --seccomp none` as the peer.\n\
@@ -76,7 +76,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
          * `limits`: the native driver's reads without a limit; the peer has `--limit` at its maximum, which is never reached.\n\
          * `watching`: {changed} files are made, written, given a mode, renamed, and removed; a mount with `--watch always` \
          beside one with `--watch never` and beside no server at all. CPU times are the server's, until three seconds later.\n",
-        folders * FOLDER_FILES
+        directories * DIR_FILES
     );
     target::chapter(&mut out, targets);
     figures(&mut out, lines);

@@ -60,21 +60,21 @@ impl Watching<'_> {
     }
 
     fn measure(&self, times: &mut [Samples], cpu: &mut [Samples]) -> Result<()> {
-        let folder = self.work.join("watching");
+        let directory = self.work.join("watching");
         for (_, place) in PLACES {
-            std::fs::create_dir_all(folder.join(place))?;
+            std::fs::create_dir_all(directory.join(place))?;
         }
         // Each is first as often as the others: the file system's journal remembers who was before.
         let turns =
             (0..self.size.runs * WATCHES.len()).map(|turn| WATCHES[(turn + turn / WATCHES.len()) % WATCHES.len()]);
         for (who, watch) in turns {
-            let server = watch.map(|watch| self.mount(&folder, watch)).transpose()?;
+            let server = watch.map(|watch| self.mount(&directory, watch)).transpose()?;
             for (number, (_, place)) in PLACES.iter().enumerate() {
                 if *place == "mnt" && server.is_none() {
                     continue;
                 }
                 let before = server.as_ref().map(cpu_ms).transpose()?;
-                let took = change(&folder.join(place), self.size.changed)?;
+                let took = change(&directory.join(place), self.size.changed)?;
                 times[number].entry(who.into()).or_default().push(took.as_secs_f64() * 1000.0);
                 if let (Some(server), Some(before)) = (&server, before) {
                     std::thread::sleep(TELL_TIME);
@@ -85,22 +85,22 @@ impl Watching<'_> {
         Ok(())
     }
 
-    fn mount(&self, folder: &Path, watch: &str) -> Result<Mounted> {
+    fn mount(&self, directory: &Path, watch: &str) -> Result<Mounted> {
         let words = ["--log", "error", "mount"].map(OsString::from);
         let mut command = vec![OsString::from(self.ferry)];
         command.extend(words);
-        command.extend([folder.join("shared").into(), folder.join("mnt").into()]);
+        command.extend([directory.join("shared").into(), directory.join("mnt").into()]);
         command.extend(["--foreground", "--cache", "always", "--watch", watch].map(OsString::from));
-        Mounted::new(folder.join("mnt"), Some(command))
+        Mounted::new(directory.join("mnt"), Some(command))
     }
 }
 
 /// Five changes of each of so many files.
-fn change(folder: &Path, files: usize) -> Result<Duration> {
+fn change(directory: &Path, files: usize) -> Result<Duration> {
     let start = Instant::now();
-    let renamed = |number: usize| folder.join(format!("{number}.new"));
+    let renamed = |number: usize| directory.join(format!("{number}.new"));
     for number in 0..files {
-        let path = folder.join(number.to_string());
+        let path = directory.join(number.to_string());
         std::fs::File::create(&path)?.write_all(&[b'x'; 100])?;
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
         std::fs::rename(&path, renamed(number))?;

@@ -47,7 +47,7 @@ impl DaxGuest {
         let serve = |peer, dir: &Path, name: &str, config| {
             let sharing = Sharing {
                 dir,
-                socket: files.folder.join(name),
+                socket: files.directory.join(name),
                 config,
                 queues: Some(QUEUES.into()),
                 cpus,
@@ -81,7 +81,7 @@ impl DaxGuest {
                 Err(error) => _ = unable.insert(system, format!("{error:#}")),
             }
         }
-        let agent = Agent::start(guest, &files.folder.join("guest.log"))?;
+        let agent = Agent::start(guest, &files.directory.join("guest.log"))?;
         let mut guest = Self { agent, servers, root, unable, kernel: String::new() };
         guest.kernel = guest.run("uname -r", COMMAND_TIMEOUT)?.trim().to_owned();
         for &system in systems {

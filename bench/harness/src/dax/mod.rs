@@ -38,10 +38,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         rustix::process::geteuid().is_root(),
         "bench/run virtiofs --dax mounts a file system for its data, and needs to be root"
     );
-    let folder = cli.results();
+    let directory = cli.results();
     // Before any measurement, so that unreadable input is reported at once.
-    let earlier = match &folder {
-        Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
+    let earlier = match &directory {
+        Some(directory) if cli.add => earlier::read(directory, TABLE, known_row)?,
         _ => Vec::new(),
     };
     let unknown = unknown_peers(&cli.peers);
@@ -68,10 +68,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let ran: Vec<Row> = all.into_iter().filter(|row| lines.iter().any(|line| line.row == row.name)).collect();
     let targets = report::targets(&ran, &lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = folder {
+    if let Some(directory) = directory {
         let guest_kernel = runner.kernel.clone().unwrap_or_else(|| "none ran".into());
         let machine = Machine { guest_kernel, command: crate::cli::command(), ..machine };
-        report::write(&folder, &lines, &machine, &targets)?;
+        report::write(&directory, &lines, &machine, &targets)?;
     }
     Ok(verdict)
 }
@@ -99,17 +99,17 @@ fn unknown_peers(peers: &[String]) -> Vec<String> {
 #[derive(Debug)]
 struct Files {
     /// Sockets and logs.
-    folder: PathBuf,
+    directory: PathBuf,
     /// What is shared: a tmpfs.
     share: PathBuf,
 }
 
 impl Files {
-    fn make(folder: PathBuf) -> Result<Self> {
-        let share = folder.join("share");
+    fn make(directory: PathBuf) -> Result<Self> {
+        let share = directory.join("share");
         std::fs::create_dir_all(&share).with_context(|| format!("cannot create {}", share.display()))?;
         rustix::mount::mount("tmpfs", &share, "tmpfs", MountFlags::empty(), None).context("cannot mount a tmpfs")?;
-        let files = Self { folder, share };
+        let files = Self { directory, share };
         for number in 0..fio::MULTI_JOBS {
             write_noise(&files.share.join(fio::file_name(number)), FILE_MIB << 20)?;
         }

@@ -74,9 +74,9 @@ fn published_gain(job: &Published) -> Option<f64> {
     (job.virtiofs > 0.0).then(|| job.dax / job.virtiofs)
 }
 
-/// Writes the report into a folder.
-pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target]) -> Result<()> {
-    parts::save(folder, TABLE, lines, &markdown(lines, machine, targets), &chart::svg(lines, PEER))
+/// Writes the report into a directory.
+pub fn write(directory: &Path, lines: &[Line], machine: &Machine, targets: &[Target]) -> Result<()> {
+    parts::save(directory, TABLE, lines, &markdown(lines, machine, targets), &chart::svg(lines, PEER))
 }
 
 fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {

@@ -26,15 +26,15 @@ const FILES_PER_LINK: usize = 50;
 struct TreeBuilder {
     noise: Noise,
     made: usize,
-    folders: Vec<PathBuf>,
+    directories: Vec<PathBuf>,
     last: Option<PathBuf>,
 }
 
 impl TreeBuilder {
-    fn folder(&mut self, path: PathBuf) -> Result<PathBuf> {
-        let new: Vec<_> = path.ancestors().take_while(|folder| !folder.exists()).map(Path::to_owned).collect();
+    fn directory(&mut self, path: PathBuf) -> Result<PathBuf> {
+        let new: Vec<_> = path.ancestors().take_while(|directory| !directory.exists()).map(Path::to_owned).collect();
         fs::create_dir_all(&path).with_context(|| named(&path))?;
-        self.folders.extend(new.into_iter().rev());
+        self.directories.extend(new.into_iter().rev());
         Ok(path)
     }
 
@@ -57,17 +57,17 @@ impl TreeBuilder {
         Ok(())
     }
 
-    /// What a repository keeps of its history: 256 folders of small files, and a large one.
+    /// What a repository keeps of its history: 256 directories of small files, and a large one.
     fn git(&mut self, root: &Path, files: usize) -> Result<()> {
         let objects = root.join("home/dev/project/.git/objects");
-        let folders = (0..256).map(|number| self.folder(objects.join(format!("{number:02x}"))));
-        let folders = folders.collect::<Result<Vec<_>>>()?;
+        let directories = (0..256).map(|number| self.directory(objects.join(format!("{number:02x}"))));
+        let directories = directories.collect::<Result<Vec<_>>>()?;
         for _ in 0..files {
-            let folder = &folders[below(&mut self.noise, folders.len())];
+            let directory = &directories[below(&mut self.noise, directories.len())];
             let name = format!("{:016x}{:016x}{:06x}", self.noise.next(), self.noise.next(), self.made);
-            self.file(&folder.join(name), 40, 3000)?;
+            self.file(&directory.join(name), 40, 3000)?;
         }
-        let pack = self.folder(objects.join("pack"))?;
+        let pack = self.directory(objects.join("pack"))?;
         let pack = pack.join("pack-1.pack");
         fs::write(&pack, self.noise.bytes(16 << 20)).with_context(|| named(&pack))?;
         set_time(&pack, &mut self.noise)
@@ -79,14 +79,14 @@ impl TreeBuilder {
         let top = root.join("home/dev/project/node_modules");
         let (end, mut place, mut depth) = (self.made + files, top.clone(), 0);
         while self.made < end {
-            let package = self.folder(place.join(format!("package-{}", self.made)))?;
+            let package = self.directory(place.join(format!("package-{}", self.made)))?;
             let path = package.join("LICENSE");
             fs::write(&path, &licence).with_context(|| named(&path))?;
             set_time(&path, &mut self.noise)?;
             self.made += 1;
             self.file(&package.join("package.json"), 300, 2500)?;
             self.file(&package.join("index.js"), 50, 4000)?;
-            let library = self.folder(package.join("dist/lib"))?;
+            let library = self.directory(package.join("dist/lib"))?;
             for number in 0..2 + below(&mut self.noise, 14) {
                 self.file(&library.join(format!("module-{number}.js")), 100, 9000)?;
                 self.file(&library.join(format!("module-{number}.d.ts")), 60, 1500)?;
@@ -101,8 +101,8 @@ impl TreeBuilder {
         let site = root.join("usr/lib/python3/site-packages");
         let end = self.made + files;
         while self.made < end {
-            let package = self.folder(site.join(format!("library_{}/core", self.made)))?;
-            let cache = self.folder(package.join("__pycache__"))?;
+            let package = self.directory(site.join(format!("library_{}/core", self.made)))?;
+            let cache = self.directory(package.join("__pycache__"))?;
             for number in 0..3 + below(&mut self.noise, 20) {
                 self.file(&package.join(format!("part_{number}.py")), 0, 16 << 10)?;
                 self.file(&cache.join(format!("part_{number}.cpython-313.pyc")), 200, 12 << 10)?;
@@ -113,18 +113,18 @@ impl TreeBuilder {
 
     fn tools(&mut self, root: &Path, files: usize) -> Result<()> {
         let chain = root.join("opt/toolchain");
-        let programs = self.folder(chain.join("bin"))?;
+        let programs = self.directory(chain.join("bin"))?;
         for number in 0..files.div_ceil(FILES_PER_PROGRAM).max(2) {
             self.file(&programs.join(format!("tool-{number}")), 200 << 10, PROGRAM_BYTES_MAX)?;
         }
         let headers = (0..files.div_ceil(100)).map(|number| {
-            let folder = chain.join(format!("include/c++/part-{}/detail-{number}", number % 7));
-            self.folder(folder)
+            let directory = chain.join(format!("include/c++/part-{}/detail-{number}", number % 7));
+            self.directory(directory)
         });
         let headers = headers.collect::<Result<Vec<_>>>()?;
         for number in 0..files {
-            let folder = &headers[below(&mut self.noise, headers.len())];
-            self.file(&folder.join(format!("header_{number}.hpp")), 500, 20 << 10)?;
+            let directory = &headers[below(&mut self.noise, headers.len())];
+            self.file(&directory.join(format!("header_{number}.hpp")), 500, 20 << 10)?;
         }
         Ok(())
     }
@@ -133,14 +133,14 @@ impl TreeBuilder {
 /// Makes a tree of about so many files.
 pub fn make(root: &Path, files: usize) -> Result<()> {
     let noise = Noise(0x2545_f491_4f6c_dd1d);
-    let mut maker = TreeBuilder { noise, made: 0, folders: Vec::new(), last: None };
+    let mut maker = TreeBuilder { noise, made: 0, directories: Vec::new(), last: None };
     let [git, node, python] = SHARES.map(|share| files * share / 100);
     maker.git(root, git)?;
     maker.node(root, node)?;
     maker.python(root, python)?;
     maker.tools(root, files - git - node - python)?;
-    for folder in std::mem::take(&mut maker.folders).iter().rev() {
-        set_time(folder, &mut maker.noise)?;
+    for directory in std::mem::take(&mut maker.directories).iter().rev() {
+        set_time(directory, &mut maker.noise)?;
     }
     sync(root)
 }
@@ -152,7 +152,7 @@ mod tests {
     use super::*;
     use crate::images::walk;
 
-    /// What an image would have of a tree: each file and folder with its time, its names, and its bytes.
+    /// What an image would have of a tree: each file and directory with its time, its names, and its bytes.
     fn all(root: &Path) -> Vec<(PathBuf, i64, i64, u64, Vec<u8>)> {
         let (mut left, mut found) = (vec![root.to_owned()], Vec::new());
         while let Some(path) = left.pop() {

@@ -46,11 +46,17 @@ pub struct GuestWalk {
 
 impl GuestWalk {
     /// Mounts and serves an image, and boots a guest with it.
-    pub fn begin(system: System, made: &BuiltImage, folder: &Path, programs: &Programs, place: &Place) -> Result<Self> {
-        let socket = folder.join("guest.socket");
+    pub fn begin(
+        system: System,
+        made: &BuiltImage,
+        directory: &Path,
+        programs: &Programs,
+        place: &Place,
+    ) -> Result<Self> {
+        let socket = directory.join("guest.socket");
         let (server, tree) = match system.served() {
             Some(mounted) => {
-                let tree = Tree::mount(mounted, made, folder, programs)?;
+                let tree = Tree::mount(mounted, made, directory, programs)?;
                 let servers =
                     crate::server::Programs { ferry: programs.ferry.clone(), virtiofsd: place.virtiofsd.clone() };
                 let cpus = &place.server_cpus;
@@ -68,7 +74,7 @@ impl GuestWalk {
             }
         };
         // Beside the server's, which is guest.log.
-        let log = folder.join("console.log");
+        let log = directory.join("console.log");
         let agent = Agent::boot(&place.cache, Device::fs(server.socket(), TAG), place.guest_cpu, &log);
         let mut visit = Self { agent: agent.context("no guest")?, server, _tree: tree };
         visit.run(READ_PROGRAMS)?;

@@ -20,37 +20,37 @@ const CHUNK_BYTES: u32 = 1 << 20;
 pub struct Programs {
     /// Ours.
     pub ferry: PathBuf,
-    /// The folder of mkcomposefs and mount.composefs.
+    /// The directory of mkcomposefs and mount.composefs.
     pub composefs: Option<PathBuf>,
-    /// The folder of mkfs.erofs.
+    /// The directory of mkfs.erofs.
     pub erofs: Option<PathBuf>,
 }
 
 /// What a program made of a tree.
 #[derive(Debug, Clone)]
 pub struct BuiltImage {
-    folder: PathBuf,
+    directory: PathBuf,
 }
 
 impl BuiltImage {
     /// The image.
     pub fn image(&self) -> PathBuf {
-        self.folder.join("image")
+        self.directory.join("image")
     }
 
     /// What holds the data, if they are not in the image: ours and composefs's store, the blob.
     pub fn data(&self) -> PathBuf {
-        self.folder.join("data")
+        self.directory.join("data")
     }
 
     /// Size of the image, and of image and data on the disk, in bytes.
     pub fn bytes(&self) -> Result<(u64, u64)> {
         let image = std::fs::metadata(self.image()).context("no image")?.len();
-        Ok((image, allocated(&self.folder)?))
+        Ok((image, allocated(&self.directory)?))
     }
 }
 
-/// What files and folders take on the disk, in bytes.
+/// What files and directories take on the disk, in bytes.
 fn allocated(path: &Path) -> Result<u64> {
     use std::os::unix::fs::MetadataExt;
     let metadata = std::fs::symlink_metadata(path).with_context(|| format!("cannot look at {}", path.display()))?;
@@ -68,25 +68,25 @@ pub fn trace_of(tree: &Path) -> PathBuf {
     tree.with_extension("trace")
 }
 
-/// Makes an image in a folder, which is new each time. Answers how long the program took, and how long it took until all was on
+/// Makes an image in a directory, which is new each time. Answers how long the program took, and how long it took until all was on
 /// the disk.
 pub fn make(
     builder: Builder,
     tree: &Path,
-    folder: PathBuf,
+    directory: PathBuf,
     programs: &Programs,
 ) -> Result<(BuiltImage, [Duration; 2])> {
-    if folder.exists() {
-        std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+    if directory.exists() {
+        std::fs::remove_dir_all(&directory).with_context(|| format!("cannot remove {}", directory.display()))?;
     }
-    std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let made = BuiltImage { folder };
+    std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
+    let made = BuiltImage { directory };
     let words = command(builder, tree, &made, programs)?;
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]);
     rustix::fs::sync();
     let started = Instant::now();
-    process::run(command, &made.folder, BUILD_TIMEOUT).with_context(|| format!("{} failed", builder.name()))?;
+    process::run(command, &made.directory, BUILD_TIMEOUT).with_context(|| format!("{} failed", builder.name()))?;
     let alone = started.elapsed();
     rustix::fs::sync();
     Ok((made, [alone, started.elapsed()]))

@@ -36,10 +36,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     }
     ensure!(rustix::process::geteuid().is_root(), "bench/run {TABLE} mounts images and needs to be root");
     let cache = Cache::from_env()?;
-    let folder = cli.results();
+    let directory = cli.results();
     // Before any measurement, so that unreadable input is reported at once.
-    let earlier = match &folder {
-        Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
+    let earlier = match &directory {
+        Some(directory) if cli.add => earlier::read(directory, TABLE, known_row)?,
         _ => Vec::new(),
     };
     let mut skipped = unknown_peers(&cli.peers);
@@ -73,8 +73,8 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let lines = parts::join(&earlier, &lines, order());
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = folder {
-        report::write(&folder, &lines, &machine, &peers, effort, &targets)?;
+    if let Some(directory) = directory {
+        report::write(&directory, &lines, &machine, &peers, effort, &targets)?;
     }
     Ok(verdict)
 }

@@ -39,21 +39,21 @@ impl Tree {
         self.server.as_ref().map(Mounted::last_words)
     }
 
-    /// A tree that is nothing but a folder.
+    /// A tree that is nothing but a directory.
     pub fn bare(dir: &Path) -> Self {
         Self { dir: dir.to_owned(), server: None, mounts: Vec::new() }
     }
 
-    /// Mounts an image in a folder below `folder`.
-    pub fn mount(system: System, made: &BuiltImage, folder: &Path, programs: &Programs) -> Result<Self> {
-        let dir = folder.join(system.name().replace(' ', "-"));
+    /// Mounts an image in a directory below `directory`.
+    pub fn mount(system: System, made: &BuiltImage, directory: &Path, programs: &Programs) -> Result<Self> {
+        let dir = directory.join(system.name().replace(' ', "-"));
         std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let mut tree = Self { dir: dir.clone(), server: None, mounts: Vec::new() };
         match system {
             System::Ferry | System::FerryOrdered | System::FerryComposefs => {
                 let mut command = Command::new(&programs.ferry);
                 command.args(["image", "mount"]).arg(made.image()).arg(&dir).arg("--store").arg(made.data());
-                tree.run(command, folder)?;
+                tree.run(command, directory)?;
             }
             System::FerryFuse | System::FerryComposefsFuse => {
                 let mut source = OsString::from("image:");
@@ -71,10 +71,10 @@ impl Tree {
                 base.push(made.data());
                 let mut command = Command::new(program);
                 command.arg("-o").arg(base).arg(made.image()).arg(&dir);
-                tree.run(command, folder)?;
+                tree.run(command, directory)?;
             }
             System::Overlay(device) => {
-                let lower = folder.join(format!("{}-lower", system.name()));
+                let lower = directory.join(format!("{}-lower", system.name()));
                 tree.erofs(&lower, device, &[&made.image()])?;
                 let data = made.data();
                 let options = [
@@ -97,9 +97,9 @@ impl Tree {
         Ok(tree)
     }
 
-    /// Runs a program that mounts on the tree's folder.
-    fn run(&mut self, command: Command, folder: &Path) -> Result<()> {
-        process::run(command, folder, MOUNT_TIMEOUT)?;
+    /// Runs a program that mounts on the tree's directory.
+    fn run(&mut self, command: Command, directory: &Path) -> Result<()> {
+        process::run(command, directory, MOUNT_TIMEOUT)?;
         self.mounts.push(self.dir.clone());
         Ok(())
     }

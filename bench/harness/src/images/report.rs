@@ -87,9 +87,9 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
     targets
 }
 
-/// Writes the report into a folder.
+/// Writes the report into a directory.
 pub fn write(
-    folder: &Path,
+    directory: &Path,
     lines: &[Line],
     machine: &Machine,
     peers: &str,
@@ -98,7 +98,7 @@ pub fn write(
 ) -> Result<()> {
     let flat: Vec<Line> = lines.iter().filter(|line| line.config == System::Ferry.name()).cloned().collect();
     let svg = chart::svg(&flat, "composefs");
-    parts::save(folder, TABLE, lines, &markdown(lines, machine, peers, effort, targets), &svg)
+    parts::save(directory, TABLE, lines, &markdown(lines, machine, peers, effort, targets), &svg)
 }
 
 fn markdown(lines: &[Line], machine: &Machine, peers: &str, effort: Effort, targets: &[Target]) -> String {

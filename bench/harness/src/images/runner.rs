@@ -81,7 +81,7 @@ type Samples = BTreeMap<(Figure, &'static str), Vec<f64>>;
 #[derive(Debug)]
 pub struct Runner {
     programs: Programs,
-    folder: PathBuf,
+    directory: PathBuf,
     effort: Effort,
     made: BTreeMap<(Kind, Builder), BuiltImage>,
     /// The image with the large file in it.
@@ -96,17 +96,17 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// A runner with all its data below a folder.
+    /// A runner with all its data below a directory.
     pub fn new(
         programs: Programs,
-        folder: PathBuf,
+        directory: PathBuf,
         effort: Effort,
         guests: std::result::Result<guest::Place, String>,
     ) -> Self {
         let (made, trouble) = (BTreeMap::new(), Failures::default());
         Self {
             programs,
-            folder,
+            directory,
             effort,
             made,
             large: None,
@@ -140,7 +140,7 @@ impl Runner {
 
     /// The tree, which is made when it is first needed.
     fn tree(&mut self, kind: Kind) -> Result<PathBuf> {
-        let root = self.folder.join(kind.name());
+        let root = self.directory.join(kind.name());
         if !self.found.contains_key(&kind) {
             let files = if kind == Kind::Root { self.effort.files } else { self.effort.developer_files };
             kind.make(&root, files)?;
@@ -150,13 +150,13 @@ impl Runner {
     }
 
     fn large(&mut self) -> Result<PathBuf> {
-        let root = self.folder.join("large-tree");
+        let root = self.directory.join("large-tree");
         if self.large.is_none() {
             std::fs::create_dir_all(&root)?;
             let bytes = Noise(1).bytes(self.effort.large_mib << 20);
             std::fs::write(root.join(LARGE), bytes).context("cannot make the large file")?;
-            let folder = self.folder.join("large-made");
-            self.large = Some(made::make(Builder::Ferry, &root, folder, &self.programs)?.0);
+            let directory = self.directory.join("large-made");
+            self.large = Some(made::make(Builder::Ferry, &root, directory, &self.programs)?.0);
         }
         Ok(root)
     }
@@ -204,8 +204,8 @@ impl Runner {
 
     fn build(&mut self, kind: Kind, builder: Builder) -> Result<[f64; 2]> {
         let root = self.tree(kind)?;
-        let folder = self.folder.join(format!("made-{}-{}", kind.name(), builder.name()));
-        let (made, times) = made::make(builder, &root, folder, &self.programs)?;
+        let directory = self.directory.join(format!("made-{}-{}", kind.name(), builder.name()));
+        let (made, times) = made::make(builder, &root, directory, &self.programs)?;
         self.made.insert((kind, builder), made);
         Ok(times.map(|time| time.as_secs_f64()))
     }
@@ -263,19 +263,19 @@ impl Runner {
             (Some(builder), _) => Some(self.made(work.tree(), builder)?),
         };
         let is_large = matches!(work, Work::Read | Work::Random);
-        let bare = self.folder.join(if is_large { "large-tree" } else { work.tree().name() });
+        let bare = self.directory.join(if is_large { "large-tree" } else { work.tree().name() });
         process::drop_caches()?;
         // The programs themselves are not to be read from the disk while they are measured.
-        look_at_programs(&self.programs, &self.folder);
+        look_at_programs(&self.programs, &self.directory);
         let started = Instant::now();
         if let (Work::Walk(walk, TreeLocation::Guest), Some(made)) = (work, &made) {
             let place = self.guests.as_ref().map_err(|error| anyhow!("{error}"))?;
-            let mut visit = guest::GuestWalk::begin(system, made, &self.folder, &self.programs, place)?;
+            let mut visit = guest::GuestWalk::begin(system, made, &self.directory, &self.programs, place)?;
             let found = *self.found.get(&work.tree()).context("there is no tree")?;
             return Ok(vec![(Figure::Cold, visit.walk(walk, found)?), (Figure::Warm, visit.walk(walk, found)?)]);
         }
         let tree = match &made {
-            Some(made) => Tree::mount(system, made, &self.folder, &self.programs)?,
+            Some(made) => Tree::mount(system, made, &self.directory, &self.programs)?,
             None => Tree::bare(&bare),
         };
         let mount = milliseconds(started);
@@ -394,12 +394,12 @@ fn is_wanted(builder: Builder, wanted: &impl Fn(&str) -> bool) -> bool {
 }
 
 /// Has the programs and their libraries read, and what `ls` looks up; what they say does not matter.
-fn look_at_programs(programs: &Programs, folder: &Path) {
-    let composefs = programs.composefs.iter().map(|folder| folder.join("mount.composefs"));
+fn look_at_programs(programs: &Programs, directory: &Path) {
+    let composefs = programs.composefs.iter().map(|directory| directory.join("mount.composefs"));
     for program in composefs.chain([programs.ferry.clone(), "losetup".into()]) {
         let _ = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     }
-    let _ = Command::new("timeout").args(["5", "ls", "-l"]).arg(folder).stdout(Stdio::null()).status();
+    let _ = Command::new("timeout").args(["5", "ls", "-l"]).arg(directory).stdout(Stdio::null()).status();
 }
 
 fn below(noise: &mut Noise, limit: usize) -> usize {

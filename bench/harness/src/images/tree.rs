@@ -37,7 +37,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The name of its folder.
+    /// The name of its directory.
     pub fn name(self) -> &'static str {
         match self {
             Self::Root => "tree",
@@ -61,9 +61,9 @@ fn make(root: &Path, files: usize) -> Result<()> {
     let mut last: Option<PathBuf> = None;
     for number in 0..files {
         let among = if noise.below(10) == 0 { CROWDED } else { directories.len() };
-        let folder = &directories[below(&mut noise, among)];
+        let directory = &directories[below(&mut noise, among)];
         let (stem, end) = (STEMS[below(&mut noise, STEMS.len())], ENDS[below(&mut noise, ENDS.len())]);
-        let path = folder.join(format!("{stem}-{number:x}{end}"));
+        let path = directory.join(format!("{stem}-{number:x}{end}"));
         let chance = noise.below(100);
         match &last {
             // One in a hundred is another name of the one before, three are copies of it.

@@ -37,10 +37,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     if let Some(code) = cli.listed(TABLE, rows.iter().map(Row::full_name)) {
         return Ok(code);
     }
-    let folder = cli.results();
+    let directory = cli.results();
     // Before any measurement, so that unreadable input is reported at once.
-    let earlier = match &folder {
-        Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
+    let earlier = match &directory {
+        Some(directory) if cli.add => earlier::read(directory, TABLE, known_row)?,
         _ => Vec::new(),
     };
     let progress = Progress::new(rows.len());
@@ -64,10 +64,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let lines = parts::join(&earlier, &lines, order);
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = folder {
+    if let Some(directory) = directory {
         let guest_kernel = runner.guest_kernel.clone().unwrap_or_else(|| "none ran".into());
         let machine = Machine { guest_kernel, command: crate::cli::command(), ..machine };
-        report::write(&folder, &lines, &machine, &targets, trees)?;
+        report::write(&directory, &lines, &machine, &targets, trees)?;
     }
     Ok(verdict)
 }

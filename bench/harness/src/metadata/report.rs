@@ -31,9 +31,9 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
     targets
 }
 
-/// Writes the report into a folder.
-pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target], trees: LargeTrees) -> Result<()> {
-    parts::save(folder, TABLE, lines, &markdown(lines, machine, targets, trees), &chart::svg(lines, PEER))
+/// Writes the report into a directory.
+pub fn write(directory: &Path, lines: &[Line], machine: &Machine, targets: &[Target], trees: LargeTrees) -> Result<()> {
+    parts::save(directory, TABLE, lines, &markdown(lines, machine, targets, trees), &chart::svg(lines, PEER))
 }
 
 fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], trees: LargeTrees) -> String {

@@ -124,8 +124,8 @@ impl Effort {
 struct Tree(PathBuf);
 
 impl Tree {
-    fn make(folder: &Path) -> Result<Self> {
-        let memory = folder.join("memory");
+    fn make(directory: &Path) -> Result<Self> {
+        let memory = directory.join("memory");
         std::fs::create_dir_all(&memory).with_context(|| format!("cannot create {}", memory.display()))?;
         rustix::mount::mount("tmpfs", &memory, "tmpfs", MountFlags::empty(), None).context("cannot mount a tmpfs")?;
         let tree = Self(memory);
@@ -184,9 +184,9 @@ fn command(system: System, program: &Path, tree: &Path, address: &Address) -> Ve
     command
 }
 
-fn start(system: System, transport: Transport, program: &Path, tree: &Path, folder: &Path) -> Result<Served> {
+fn start(system: System, transport: Transport, program: &Path, tree: &Path, directory: &Path) -> Result<Served> {
     let cpus = session::all_cpus()?;
-    let place = folder.join(format!("{}-{}", system.name(), transport.name()));
+    let place = directory.join(format!("{}-{}", system.name(), transport.name()));
     let port = PORTS.iter().find(|(of, _)| *of == system).map_or(0, |(_, port)| *port);
     let (server, address) = match transport {
         Transport::Unix => {
@@ -302,13 +302,13 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let machine = Machine::look(&cli.work, None, None);
     let progress = Progress::new(rows.len());
     progress.show("making the file");
-    let folder = cli.work.join("run");
-    let tree = Tree::make(&folder)?;
+    let directory = cli.work.join("run");
+    let tree = Tree::make(&directory)?;
     let mut served = BTreeMap::new();
     for transport in Transport::ALL {
         for (system, program) in [(System::Ferry, Ok(&ferry)), (System::Diod, diod.as_ref())] {
             let started = program.map_err(Clone::clone).and_then(|program| {
-                start(system, transport, program, &tree.0, &folder).map_err(|error| format!("{error:#}"))
+                start(system, transport, program, &tree.0, &directory).map_err(|error| format!("{error:#}"))
             });
             served.insert((system, transport), started);
         }
@@ -319,10 +319,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let lines = progress.measure(&rows, name, &[], |row| vec![runner.line(row)])?;
     let targets = targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = cli.results() {
+    if let Some(directory) = cli.results() {
         let machine = Machine { command: crate::cli::command(), ..machine };
         parts::save(
-            &folder,
+            &directory,
             TABLE,
             &lines,
             &markdown(&lines, &machine, effort, &targets),

@@ -32,7 +32,7 @@ pub struct Case {
     /// The largest size of a quick run.
     pub quick_max: u64,
     pub figures: &'static [Figure],
-    /// Prepares one size in an empty folder; the result is called once for each run.
+    /// Prepares one size in an empty directory; the result is called once for each run.
     pub prepare: fn(&Place, u64) -> Result<Measure>,
 }
 

@@ -20,7 +20,7 @@ const STEPS_MAX: u64 = 10_000;
 /// Inodes of one BATCH_FORGET: as many as Linux puts into a page.
 const FORGET_BATCH: usize = 254;
 /// Files of each directory of a tree.
-const FOLDER_FILES: u64 = 1000;
+const DIR_FILES: u64 = 1000;
 const FILE_MODE: u32 = 0o100_644;
 
 const SIZES: &[u64] = &[1_000, 10_000, 100_000, 1_000_000];
@@ -65,7 +65,7 @@ pub const CASES: &[Case] = &[
 ];
 
 fn of_host(place: &Place, entries: u64) -> Result<Measure> {
-    let tmpfs = Tmpfs::mount(place.folder.join("host"))?;
+    let tmpfs = Tmpfs::mount(place.directory.join("host"))?;
     tmpfs.make_files("share", entries)?;
     let server = place.share(&place.word("host/share")?, &[], "socket")?;
     let mut driver = connect(server.socket())?;
@@ -145,9 +145,9 @@ fn measure(driver: &mut Driver, entries: u64) -> Result<Vec<f64>> {
 }
 
 fn known(place: &Place, files: u64) -> Result<Measure> {
-    let tmpfs = Tmpfs::mount(place.folder.join("host"))?;
-    for folder in 0..files.div_ceil(FOLDER_FILES) {
-        tmpfs.make_files(&format!("d{folder}"), FOLDER_FILES)?;
+    let tmpfs = Tmpfs::mount(place.directory.join("host"))?;
+    for directory in 0..files.div_ceil(DIR_FILES) {
+        tmpfs.make_files(&format!("d{directory}"), DIR_FILES)?;
     }
     let place = place.clone();
     Ok(Box::new(move || walk(&place, &tmpfs, files)))
@@ -161,7 +161,7 @@ fn walk(place: &Place, tmpfs: &Tmpfs, files: u64) -> Result<Vec<f64>> {
     let begin = Instant::now();
     let mut walk = Walk::over(server.socket())?;
     let walked = us_each(begin, files);
-    let expected = usize::try_from(files + files.div_ceil(FOLDER_FILES))?;
+    let expected = usize::try_from(files + files.div_ceil(DIR_FILES))?;
     ensure!(walk.met() == expected, "the walk met {} of {expected} inodes", walk.met());
     let [after] = kib(server.pid(), ["VmRSS:"])?;
 
@@ -169,13 +169,13 @@ fn walk(place: &Place, tmpfs: &Tmpfs, files: u64) -> Result<Vec<f64>> {
     let steps = files.min(STEPS_MAX);
     let mut any = Noise(files);
     let mut made = Made::default();
-    let folders = (0..files.div_ceil(FOLDER_FILES)).map(|folder| driver.lookup(ROOT, format!("d{folder}")));
-    let folders = folders.collect::<Result<Vec<_>, _>>()?;
-    made.0.extend(folders.iter().map(|folder| ForgetOne { nodeid: folder.nodeid, nlookup: 1 }));
+    let directories = (0..files.div_ceil(DIR_FILES)).map(|directory| driver.lookup(ROOT, format!("d{directory}")));
+    let directories = directories.collect::<Result<Vec<_>, _>>()?;
+    made.0.extend(directories.iter().map(|directory| ForgetOne { nodeid: directory.nodeid, nlookup: 1 }));
     let begin = Instant::now();
     for _ in 0..steps {
-        let folder = &folders[usize::try_from(any.below(u64::try_from(folders.len())?))?];
-        let entry = driver.lookup(folder.nodeid, file_name(any.below(FOLDER_FILES)))?;
+        let directory = &directories[usize::try_from(any.below(u64::try_from(directories.len())?))?];
+        let entry = driver.lookup(directory.nodeid, file_name(any.below(DIR_FILES)))?;
         made.0.push(ForgetOne { nodeid: entry.nodeid, nlookup: 1 });
     }
     let look_up = us_each(begin, steps);

@@ -14,7 +14,7 @@ use crate::procfs::kib;
 use crate::tmpfs::{Tmpfs, file_name};
 
 /// Files of each directory.
-const FOLDER_FILES: u64 = 1000;
+const DIR_FILES: u64 = 1000;
 /// One of so many files has content, which differs from all others'.
 const CONTENT_EVERY: u64 = 10;
 const CONTENT_BYTES: usize = 200;
@@ -39,14 +39,14 @@ pub const CASES: &[Case] = &[Case {
 }];
 
 fn prepare(place: &Place, files: u64) -> Result<Measure> {
-    let tmpfs = Tmpfs::mount(place.folder.join("host"))?;
+    let tmpfs = Tmpfs::mount(place.directory.join("host"))?;
     let mut noise = Noise(7);
     std::fs::create_dir(tmpfs.path().join("tree"))?;
-    for folder in 0..files.div_ceil(FOLDER_FILES) {
-        let folder = tmpfs.make_files(&format!("tree/d{folder}"), FOLDER_FILES)?;
-        let full = (0..FOLDER_FILES).step_by(usize::try_from(CONTENT_EVERY)?);
+    for directory in 0..files.div_ceil(DIR_FILES) {
+        let directory = tmpfs.make_files(&format!("tree/d{directory}"), DIR_FILES)?;
+        let full = (0..DIR_FILES).step_by(usize::try_from(CONTENT_EVERY)?);
         full.into_iter()
-            .try_for_each(|file| std::fs::write(folder.join(file_name(file)), noise.bytes(CONTENT_BYTES)))?;
+            .try_for_each(|file| std::fs::write(directory.join(file_name(file)), noise.bytes(CONTENT_BYTES)))?;
     }
     let place = place.clone();
     Ok(Box::new(move || measure(&place, &tmpfs, files)))
@@ -65,7 +65,7 @@ fn measure(place: &Place, tmpfs: &Tmpfs, files: u64) -> Result<Vec<f64>> {
     let begin = Instant::now();
     let walk = Walk::over(server.socket())?;
     let walked = us_each(begin, files);
-    let expected = usize::try_from(files + files.div_ceil(FOLDER_FILES))?;
+    let expected = usize::try_from(files + files.div_ceil(DIR_FILES))?;
     ensure!(walk.met() == expected, "the walk met {} of {expected} inodes", walk.met());
     drop((walk, server));
 

@@ -54,7 +54,7 @@ fn of_mem(place: &Place, locks: u64) -> Result<Measure> {
 }
 
 fn of_host(place: &Place, locks: u64) -> Result<Measure> {
-    std::fs::create_dir(place.folder.join("share"))?;
+    std::fs::create_dir(place.directory.join("share"))?;
     prepare(place, &place.word("share")?, locks)
 }
 

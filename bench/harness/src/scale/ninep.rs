@@ -136,12 +136,12 @@ fn client(socket: &Path) -> Result<UnixStream> {
 
 /// A server of a directory with so many files, for so many connections.
 fn serve(place: &Place, files: u64, connections: u64) -> Result<Server> {
-    let tree = place.folder.join("tree");
+    let tree = place.directory.join("tree");
     fs::create_dir(&tree)?;
     (0..files).try_for_each(|file| fs::write(tree.join(file.to_string()), ""))?;
     let (tree, address) = (place.word("tree")?, format!("unix:{}", place.word("socket")?));
     let words = ["share", &tree, "--9p", &address, "--9p-connections", &connections.to_string()];
-    Server::spawn("ferry", &place.folder.join("socket"), &session::all_cpus()?, Place::command(&words)?)
+    Server::spawn("ferry", &place.directory.join("socket"), &session::all_cpus()?, Place::command(&words)?)
 }
 
 #[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
@@ -163,7 +163,7 @@ fn prepare_connections(place: &Place, connections: u64) -> Result<Measure> {
         (0..REQUESTS).try_for_each(|_| ask(first, RGETATTR, &body))?;
         let request = us_each(begin, REQUESTS);
         drop((clients, server));
-        fs::remove_dir_all(place.folder.join("tree"))?;
+        fs::remove_dir_all(place.directory.join("tree"))?;
         Ok(vec![connected, (after - before) / connections as f64, request])
     }))
 }
@@ -183,17 +183,17 @@ fn prepare_fids(place: &Place, fids: u64) -> Result<Measure> {
         ask_all(&stream, RCLUNK, fids, |number| Ok(u32::try_from(number + 1)?.to_le_bytes().to_vec()))?;
         let clunked = us_each(begin, fids);
         drop((stream, server));
-        fs::remove_dir_all(place.folder.join("tree"))?;
+        fs::remove_dir_all(place.directory.join("tree"))?;
         Ok(vec![walked, (after - before) * 1024.0 / fids as f64, clunked])
     }))
 }
 
 fn prepare_gone(place: &Place, fids: u64) -> Result<Measure> {
-    let folder = &place.folder;
+    let directory = &place.directory;
     let connections = fids / FIDS;
     // Both ends of each connection are here.
     allow_descriptors(2 * connections + 1000)?;
-    let (tree, socket) = (folder.join("tree"), folder.join("socket"));
+    let (tree, socket) = (directory.join("tree"), directory.join("socket"));
     fs::create_dir(&tree)?;
     (1..=FIDS).try_for_each(|fid| fs::write(tree.join(fid.to_string()), ""))?;
     let source = Arc::new(Dir::open(&tree, ferry_dir::Options::default())?);

@@ -39,8 +39,8 @@ fn add_pack(packs: &Path, number: u64) -> Result<()> {
 }
 
 fn prepare_build(place: &Place, count: u64) -> Result<Measure> {
-    let folder = &place.folder;
-    let (tree, image, store) = (folder.join("tree"), folder.join("image"), folder.join("store"));
+    let directory = &place.directory;
+    let (tree, image, store) = (directory.join("tree"), directory.join("image"), directory.join("store"));
     fs::create_dir(&tree)?;
     fs::write(tree.join("file"), vec![7; 5000])?;
     let options = BuildOptions { threads: 1, ..BuildOptions::default() };
@@ -49,7 +49,7 @@ fn prepare_build(place: &Place, count: u64) -> Result<Measure> {
         Ok(())
     };
     run()?;
-    let packs = place.folder.join("store/packs");
+    let packs = place.directory.join("store/packs");
     (1..count).try_for_each(|number| add_pack(&packs, number))?;
     // The first build after a change of the store is not what is measured.
     run()?;

@@ -18,14 +18,14 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(5);
 /// Where a size is measured.
 #[derive(Debug, Clone)]
 pub struct Place {
-    /// An empty folder, which goes afterwards.
-    pub folder: PathBuf,
+    /// An empty directory, which goes afterwards.
+    pub directory: PathBuf,
 }
 
 impl Place {
-    pub fn new(folder: PathBuf) -> Result<Self> {
-        std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-        Ok(Self { folder })
+    pub fn new(directory: PathBuf) -> Result<Self> {
+        std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
+        Ok(Self { directory })
     }
 
     /// The command `ferry` with these words.
@@ -34,12 +34,17 @@ impl Place {
         Ok([program].into_iter().chain(["--log", "error"].iter().chain(words).map(OsString::from)).collect())
     }
 
-    /// A path in the folder, as a word of a command.
+    /// A path in the directory, as a word of a command.
     pub fn word(&self, name: &str) -> Result<String> {
-        self.folder.join(name).into_os_string().into_string().ok().context("the folder for all data has an odd name")
+        self.directory
+            .join(name)
+            .into_os_string()
+            .into_string()
+            .ok()
+            .context("the directory for all data has an odd name")
     }
 
-    /// Starts a `ferry share` of a source that listens at `socket` in the folder.
+    /// Starts a `ferry share` of a source that listens at `socket` in the directory.
     pub fn share(&self, source: &str, flags: &[&str], socket: &str) -> Result<Server> {
         let socket = self.word(socket)?;
         let words = [&["share", source][..], flags, &["--virtiofs", &socket]].concat();

@@ -68,8 +68,8 @@ pub const CASES: &[Case] = &[
 ];
 
 /// Makes an image with so many empty files; returns it, and the microseconds that each file took.
-fn make(folder: &Path, files: u64) -> Result<(PathBuf, f64)> {
-    let path = folder.join("image");
+fn make(directory: &Path, files: u64) -> Result<(PathBuf, f64)> {
+    let path = directory.join("image");
     let _ = std::fs::remove_file(&path);
     File::create(&path)?.set_len(IMAGE_BYTES)?;
     let source = pmem::open(&path, &Options { size_bytes: Some(IMAGE_BYTES), ..Options::default() })?;
@@ -97,7 +97,7 @@ fn files_of_image(place: &Place, files: u64) -> Result<Measure> {
 
 #[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
 fn measure_files(place: &Place, files: u64) -> Result<Vec<f64>> {
-    let (path, create) = make(&place.folder, files)?;
+    let (path, create) = make(&place.directory, files)?;
     let begin = Instant::now();
     let report = fsck(&path, None, false)?;
     let check = us_each(begin, files);
@@ -112,7 +112,7 @@ fn measure_files(place: &Place, files: u64) -> Result<Vec<f64>> {
 
 /// The memory that a server of an image has, without that which it has of an empty one, in bytes; the image itself is not in it.
 fn memory_bytes(place: &Place, image: &Path) -> Result<f64> {
-    let empty = place.folder.join("empty");
+    let empty = place.directory.join("empty");
     if !empty.exists() {
         File::create(&empty)?.set_len(IMAGE_BYTES)?;
         drop(pmem::open(&empty, &Options { size_bytes: Some(IMAGE_BYTES), ..Options::default() })?);
@@ -126,7 +126,7 @@ fn memory_bytes(place: &Place, image: &Path) -> Result<f64> {
 }
 
 fn memory_of_removed(place: &Place, files: u64) -> Result<Measure> {
-    let (path, _) = make(&place.folder, files)?;
+    let (path, _) = make(&place.directory, files)?;
     let source = pmem::open(&path, &Options::default())?;
     let cx = Caller::default();
     for dir in 0..files.div_ceil(FILES) {
@@ -147,14 +147,14 @@ fn memory_of_removed(place: &Place, files: u64) -> Result<Measure> {
 
 fn extents(place: &Place, extents: u64) -> Result<Measure> {
     // The data are as large as they are many, and no disk is to write them.
-    let tmpfs = Tmpfs::mount(place.folder.join("host"))?;
+    let tmpfs = Tmpfs::mount(place.directory.join("host"))?;
     let place = place.clone();
     Ok(Box::new(move || measure_extents(&place, tmpfs.path(), extents)))
 }
 
 #[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
-fn measure_extents(place: &Place, folder: &Path, extents: u64) -> Result<Vec<f64>> {
-    let path = folder.join("image");
+fn measure_extents(place: &Place, directory: &Path, extents: u64) -> Result<Vec<f64>> {
+    let path = directory.join("image");
     File::create(&path)?.set_len(IMAGE_BYTES)?;
     let source = pmem::open(&path, &Options { size_bytes: Some(IMAGE_BYTES), ..Options::default() })?;
     let cx = Caller::default();

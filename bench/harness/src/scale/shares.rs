@@ -57,11 +57,11 @@ fn prepare_shares(place: &Place, shares: u64) -> Result<Measure> {
     allow_descriptors(DESCRIPTORS * shares + 1000)?;
     let mut config = String::new();
     for number in 0..shares {
-        std::fs::create_dir(place.folder.join(number.to_string()))?;
+        std::fs::create_dir(place.directory.join(number.to_string()))?;
         let (source, socket) = (place.word(&number.to_string())?, place.word(&format!("socket-{number}"))?);
         let _ = writeln!(config, "[[share]]\nsource = '{source}'\nvirtiofs = '{socket}'");
     }
-    std::fs::write(place.folder.join("config"), config)?;
+    std::fs::write(place.directory.join("config"), config)?;
     let place = place.clone();
     Ok(Box::new(move || measure_shares(&place, shares)))
 }
@@ -69,7 +69,7 @@ fn prepare_shares(place: &Place, shares: u64) -> Result<Measure> {
 #[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
 fn measure_shares(place: &Place, shares: u64) -> Result<Vec<f64>> {
     let count = shares as f64;
-    let last = place.folder.join(format!("socket-{}", shares - 1));
+    let last = place.directory.join(format!("socket-{}", shares - 1));
     let command = Place::command(&["share", "--config", &place.word("config")?])?;
     let begin = Instant::now();
     // They begin to listen in turn.
@@ -79,7 +79,7 @@ fn measure_shares(place: &Place, shares: u64) -> Result<Vec<f64>> {
     let [_, alone] = family.memory_kib()?;
 
     let begin = Instant::now();
-    let sockets = (0..shares).map(|number| place.folder.join(format!("socket-{number}")));
+    let sockets = (0..shares).map(|number| place.directory.join(format!("socket-{number}")));
     let mut drivers: Vec<Driver> = sockets.map(|socket| connect(&socket)).collect::<Result<_>>()?;
     let connected = us_each(begin, shares) / 1e3;
     let [_, used] = family.memory_kib()?;
@@ -93,8 +93,8 @@ fn measure_shares(place: &Place, shares: u64) -> Result<Vec<f64>> {
 }
 
 fn prepare_queues(place: &Place, queues: u64) -> Result<Measure> {
-    std::fs::create_dir(place.folder.join("share"))?;
-    write_noise(&place.folder.join("share").join(NATIVE_FILE), NATIVE_BYTES)?;
+    std::fs::create_dir(place.directory.join("share"))?;
+    write_noise(&place.directory.join("share").join(NATIVE_FILE), NATIVE_BYTES)?;
     let server = place.share(&place.word("share")?, &["--queues", QUEUES], "socket")?;
     let native = Native { op: Op::Read, queues: usize::try_from(queues)?, depth: DEPTH };
     Ok(Box::new(move || {

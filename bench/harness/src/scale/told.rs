@@ -13,7 +13,7 @@ use crate::procfs::Family;
 use crate::tmpfs::{Tmpfs, file_name};
 
 /// The mount has a thousand names in each directory.
-const FOLDER_FILES: u64 = 1000;
+const DIR_FILES: u64 = 1000;
 /// One of so many names is looked at.
 const SAMPLE: usize = 100;
 
@@ -31,38 +31,39 @@ pub const CASES: &[Case] = &[Case {
 }];
 
 fn prepare(place: &Place, names: u64) -> Result<Measure> {
-    let tmpfs = Tmpfs::mount(place.folder.join("host"))?;
-    let mount = place.folder.join("mnt");
+    let tmpfs = Tmpfs::mount(place.directory.join("host"))?;
+    let mount = place.directory.join("mnt");
     let words =
         ["mount", &place.word("host")?, &place.word("mnt")?, "--foreground", "--cache", "always", "--watch", "always"];
     let command: Vec<OsString> = Place::command(&words)?;
     let mounted = Mounted::new(mount, Some(command))?;
-    let folders = names.div_ceil(FOLDER_FILES);
+    let directories = names.div_ceil(DIR_FILES);
     Ok(Box::new(move || {
         let server = Family::of(mounted.pid().context("the mount has no server")?);
         let paths = || {
-            (0..folders).flat_map(|folder| (0..FOLDER_FILES).map(move |file| (format!("d{folder}"), file_name(file))))
+            (0..directories)
+                .flat_map(|directory| (0..DIR_FILES).map(move |file| (format!("d{directory}"), file_name(file))))
         };
-        for folder in 0..folders {
-            tmpfs.make_files(&format!("d{folder}"), FOLDER_FILES)?;
+        for directory in 0..directories {
+            tmpfs.make_files(&format!("d{directory}"), DIR_FILES)?;
         }
-        for (folder, file) in paths() {
-            fs::symlink_metadata(mounted.dir().join(folder).join(&file))
+        for (directory, file) in paths() {
+            fs::symlink_metadata(mounted.dir().join(directory).join(&file))
                 .with_context(|| format!("{file} is not there"))?;
         }
         let [before, _] = server.memory_kib()?;
         let usage = server.usage()?;
         let begin = Instant::now();
-        paths().try_for_each(|(folder, file)| fs::remove_file(tmpfs.path().join(folder).join(file)))?;
+        paths().try_for_each(|(directory, file)| fs::remove_file(tmpfs.path().join(directory).join(file)))?;
         // The kernel keeps names for good, so who is not told sees them. One of which it was told costs a request.
-        for (folder, file) in paths().step_by(SAMPLE) {
-            let path = mounted.dir().join(folder).join(file);
+        for (directory, file) in paths().step_by(SAMPLE) {
+            let path = mounted.dir().join(directory).join(file);
             wait_for("the kernel is told of a name", || Ok(fs::symlink_metadata(&path).is_err()))?;
         }
         let told = us_each(begin, names);
         let (_, cpu) = usage.since()?;
         let [after, _] = server.memory_kib()?;
-        (0..folders).try_for_each(|folder| fs::remove_dir(tmpfs.path().join(format!("d{folder}"))))?;
+        (0..directories).try_for_each(|directory| fs::remove_dir(tmpfs.path().join(format!("d{directory}"))))?;
         #[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
         let cpu = cpu * 1e6 / names as f64;
         Ok(vec![told, cpu, ((after - before) / 1024.0).max(0.0)])

@@ -63,7 +63,7 @@ impl V9fsGuest {
             Place::Qemu => virtio(&mut guest, programs, files, cpus)?,
             _ => tcp(&mut guest, cache, programs, files, cpus)?,
         };
-        let agent = Agent::start(guest, &files.folder.join("guest.log"))?;
+        let agent = Agent::start(guest, &files.directory.join("guest.log"))?;
         let mut guest = Self { agent, reach, others, disk, mounted: BTreeMap::new(), kernel: String::new() };
         guest.run(&prepare)?;
         guest.kernel = guest.run("uname -r")?.trim().to_owned();
@@ -212,7 +212,7 @@ fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpu
     guest.host_cpu = Some(cpus.guest);
     guest.kernel_args = vec![tap.kernel_arg()];
     let disk = files.disk.clone().and_then(|file| {
-        let socket = files.folder.join("disk.s");
+        let socket = files.directory.join("disk.s");
         let mut command = vec![OsString::from(&programs.ferry), "--log".into(), "warn".into(), "disk".into()];
         command.extend([file.into(), "--vhost-user".into(), socket.clone().into()]);
         Process::spawn("ferry disk", &socket, &cpus.servers, command).map_err(|error| format!("{error:#}"))
@@ -222,10 +222,10 @@ fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpu
         guest.devices.push(Device::block(disk.socket()));
         others.push(disk);
     });
-    let folder = cache.uml()?.modules.canonicalize()?;
+    let directory = cache.uml()?.modules.canonicalize()?;
     let mut prepare = String::from("set -e; b=/run/ferry/busybox; ");
     for module in UML_MODULES {
-        let module = shell_word(&folder.join(format!("kernel/{module}.ko")));
+        let module = shell_word(&directory.join(format!("kernel/{module}.ko")));
         let _ = write!(prepare, "$b insmod {module}; ");
     }
     let _ = write!(prepare, "$b ip addr add {}/30 dev vec0; $b ip link set vec0 up; set +e", tap.guest());
@@ -234,7 +234,7 @@ fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpu
 
 /// Equips a QEMU guest: our device, QEMU's own, QEMU's disk.
 fn virtio(guest: &mut Guest, programs: &Programs, files: &Files, cpus: &Cpus) -> Result<Equipped> {
-    let root = root_server(programs, &files.folder, &cpus.all)?;
+    let root = root_server(programs, &files.directory, &cpus.all)?;
     guest.kind = Kind::Qemu { cpus: 2, root: Some(server::TAG.into()) };
     guest.boot_timeout = BOOT_TIMEOUT;
     guest.devices = vec![Device::fs(root.socket(), server::TAG)];
@@ -248,7 +248,7 @@ fn virtio(guest: &mut Guest, programs: &Programs, files: &Files, cpus: &Cpus) ->
     }
     let devices = Caching::ALL.map(|cache| {
         let tag = systems::tag(Server::Ferry, cache);
-        let socket = files.folder.join(format!("{tag}.s"));
+        let socket = files.directory.join(format!("{tag}.s"));
         let command = systems::ferry_device(programs, &files.share, &socket, &tag);
         let device = Process::spawn("ferry", &socket, &cpus.all, command).map_err(|error| format!("{error:#}"))?;
         Ok((device, tag))

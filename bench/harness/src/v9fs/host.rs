@@ -40,7 +40,7 @@ impl Host {
     ) -> Result<(Sample, Option<Messages>)> {
         let System::Client(way) = system else { bail!("{} does not run on this host", system.full_name()) };
         let address = self.servers.address(Server::Ferry, route)?;
-        let dir = files.folder.join(system.full_name());
+        let dir = files.directory.join(system.full_name());
         let mut command = systems::client(programs, way, address, &dir);
         command.push("--foreground".into());
         let mounted = Mounted::new(dir, Some(command))?;
@@ -51,11 +51,11 @@ impl Host {
             most_mib: fio::most_mib(step, system),
         };
         let mut load = Command::new(&programs.fio);
-        load.args(fio::arguments(step, std::slice::from_ref(&job), runtime)).current_dir(&files.folder);
+        load.args(fio::arguments(step, std::slice::from_ref(&job), runtime)).current_dir(&files.directory);
         let counting = self.servers.counting(Server::Ferry).filter(|_| route.counted);
         // What mounting took does not count.
         counting.map(super::link::Link::take);
-        let output = process::run(load, &files.folder, SLACK + runtime);
+        let output = process::run(load, &files.directory, SLACK + runtime);
         let messages = counting.and_then(super::link::Link::take);
         let output =
             output.map_err(|error| error.context(format!("the client said last: {}", mounted.last_words())))?;

@@ -43,10 +43,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         "bench/run {TABLE} mounts file systems and makes network devices, and needs to be root"
     );
     loopback()?;
-    let folder = cli.results();
+    let directory = cli.results();
     // Before any measurement, so that unreadable input is reported at once.
-    let earlier = match &folder {
-        Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
+    let earlier = match &directory {
+        Some(directory) if cli.add => earlier::read(directory, TABLE, known_row)?,
         _ => Vec::new(),
     };
     let unknown = unknown_peers(&cli.peers);
@@ -78,9 +78,9 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let lines = parts::join(&earlier, &lines, order());
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = folder {
+    if let Some(directory) = directory {
         let machine = Machine { command: crate::cli::command(), ..machine };
-        report::write(&folder, &lines, &machine, &targets)?;
+        report::write(&directory, &lines, &machine, &targets)?;
     }
     Ok(verdict)
 }

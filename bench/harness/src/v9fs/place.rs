@@ -41,7 +41,7 @@ pub struct Cpus {
 #[derive(Debug)]
 pub struct Files {
     /// Sockets, logs, mount points.
-    pub folder: PathBuf,
+    pub directory: PathBuf,
     /// What is shared.
     pub share: PathBuf,
     /// A disk with ext4 on it, or why there is none.
@@ -49,12 +49,12 @@ pub struct Files {
 }
 
 impl Files {
-    /// Makes a file for each system, on a tmpfs of its own below `folder`.
-    pub fn make(folder: PathBuf, programs: &Programs) -> Result<Self> {
-        let memory = folder.join("memory");
+    /// Makes a file for each system, on a tmpfs of its own below `directory`.
+    pub fn make(directory: PathBuf, programs: &Programs) -> Result<Self> {
+        let memory = directory.join("memory");
         std::fs::create_dir_all(&memory).with_context(|| format!("cannot create {}", memory.display()))?;
         rustix::mount::mount("tmpfs", &memory, "tmpfs", MountFlags::empty(), None).context("cannot mount a tmpfs")?;
-        let mut files = Self { folder, share: memory.join("share"), disk: Err("it was not made".into()) };
+        let mut files = Self { directory, share: memory.join("share"), disk: Err("it was not made".into()) };
         std::fs::create_dir_all(&files.share)?;
         let mut systems: Vec<System> = rows::all().into_iter().flat_map(rows::Step::systems).collect();
         systems.sort();
@@ -69,7 +69,7 @@ impl Files {
 
 impl Drop for Files {
     fn drop(&mut self) {
-        let _ = rustix::mount::unmount(self.folder.join("memory"), UnmountFlags::DETACH);
+        let _ = rustix::mount::unmount(self.directory.join("memory"), UnmountFlags::DETACH);
     }
 }
 
@@ -119,12 +119,12 @@ impl TcpServers {
     pub fn start(host: IpAddr, diod: Option<IpAddr>, programs: &Programs, files: &Files, cpus: &str) -> Result<Self> {
         let start = |name: &'static str, port: u16, command: &dyn Fn(SocketAddr) -> Vec<OsString>| {
             let address = SocketAddr::new(host, port);
-            Process::spawn_tcp(name, address, files.folder.join(name), cpus, command(address))
+            Process::spawn_tcp(name, address, files.directory.join(name), cpus, command(address))
         };
         let ferry = start("ferry", FERRY_PORT, &|address| systems::ferry_server(programs, &files.share, address))?;
         let diod = match (&programs.diod, diod) {
             (Ok(program), Some(client)) => {
-                let hosts = files.folder.join("hosts");
+                let hosts = files.directory.join("hosts");
                 std::fs::write(&hosts, format!("{client} guest\n{host} host\n"))?;
                 start("diod", DIOD_PORT, &|address| systems::diod_server(program, &files.share, address, &hosts))
                     .map_err(|error| format!("{error:#}"))
@@ -176,10 +176,10 @@ impl TcpServers {
 }
 
 /// A server of this host's root, from which a QEMU guest's programs come.
-pub fn root_server(programs: &Programs, folder: &Path, cpus: &str) -> Result<Process> {
+pub fn root_server(programs: &Programs, directory: &Path, cpus: &str) -> Result<Process> {
     let sharing = crate::server::Sharing {
         dir: Path::new("/"),
-        socket: folder.join("root"),
+        socket: directory.join("root"),
         config: crate::rows::Config::Auto,
         queues: None,
         cpus,

@@ -90,9 +90,9 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
     targets
 }
 
-/// Writes the report into a folder.
-pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target]) -> Result<()> {
-    parts::save(folder, TABLE, lines, &markdown(lines, machine, targets), &chart::svg(lines, LOOSE))
+/// Writes the report into a directory.
+pub fn write(directory: &Path, lines: &[Line], machine: &Machine, targets: &[Target]) -> Result<()> {
+    parts::save(directory, TABLE, lines, &markdown(lines, machine, targets), &chart::svg(lines, LOOSE))
 }
 
 fn markdown(lines: &[Line], machine: &Machine, targets: &[Target]) -> String {

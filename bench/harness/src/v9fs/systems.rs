@@ -194,7 +194,7 @@ pub fn client(programs: &Programs, way: Way, address: SocketAddr, dir: &Path) ->
 }
 
 /// The line of shell that has the kernel mount `tree` of a server at `dir` by TCP. It would attach as nobody, whom diod does not
-/// let into the folder of the run.
+/// let into the directory of the run.
 pub fn tcp_mount(cache: Cache, tree: &Path, address: SocketAddr, dir: &str) -> String {
     let (aname, host, port) = (shell_word(tree), address.ip(), address.port());
     let cache = cache.name();

@@ -54,9 +54,9 @@ pub fn command(system: System, programs: &Programs, dir: &Path) -> Result<Option
     Ok(Some(command))
 }
 
-/// Mounts a system in a folder of its own below `folder`.
-pub fn mount(system: System, programs: &Programs, folder: &Path) -> Result<Mounted> {
-    let dir = folder.join(system.full_name().replace(' ', "-"));
+/// Mounts a system in a directory of its own below `directory`.
+pub fn mount(system: System, programs: &Programs, directory: &Path) -> Result<Mounted> {
+    let dir = directory.join(system.full_name().replace(' ', "-"));
     let command = command(system, programs, &dir)?;
     Mounted::new(dir, command)
 }

@@ -50,10 +50,10 @@ fn start(pid: u32) -> Result<Counting> {
 /// A request is sent by the thread that waits for it, so perf need only follow fio.
 fn fuse_requests(loads: &Loads, job: Job, mounted: &Mounted) -> Option<f64> {
     let fio = loads.fio(job, mounted.dir());
-    let said = loads.folder.join("perf.out");
+    let said = loads.directory.join("perf.out");
     let mut perf = Command::new("perf");
     perf.args(["stat", "-x,", "-e", "fuse:fuse_request_send", "-o"]).arg(&said).arg("--");
-    perf.arg(fio.get_program()).args(fio.get_args()).current_dir(&loads.folder).stdin(Stdio::null());
+    perf.arg(fio.get_program()).args(fio.get_args()).current_dir(&loads.directory).stdin(Stdio::null());
     loads.run(perf, TIMEOUT).ok()?;
     parse_perf(&std::fs::read_to_string(said).ok()?)
 }

@@ -45,10 +45,10 @@ pub struct NvdimmGuest {
 
 impl NvdimmGuest {
     /// Boots it.
-    pub fn boot(cache: &Cache, programs: &Programs, fio: &Path, mkfs: &Path, folder: &Path) -> Result<Self> {
+    pub fn boot(cache: &Cache, programs: &Programs, fio: &Path, mkfs: &Path, directory: &Path) -> Result<Self> {
         let sharing = Sharing {
             dir: Path::new("/"),
-            socket: folder.join("root"),
+            socket: directory.join("root"),
             config: Config::Auto,
             queues: None,
             // No process is bound to a CPU in this table.
@@ -63,7 +63,7 @@ impl NvdimmGuest {
         guest.boot_timeout = BOOT_TIMEOUT;
         guest.devices = vec![Device::fs(root.socket(), server::TAG)];
         guest.qemu_args = nvdimms(2).split_whitespace().map(Into::into).collect();
-        let agent = Agent::start(guest, &folder.join("guest.log"))?;
+        let agent = Agent::start(guest, &directory.join("guest.log"))?;
         let mut guest = Self {
             agent,
             root,
@@ -90,7 +90,7 @@ impl NvdimmGuest {
         }
         let line = mount_command(system, &self.programs, &self.mkfs)?;
         self.run(&line)?;
-        let dir = folder(system);
+        let dir = directory(system);
         let last = FILES - 1;
         let fill = format!("for n in $(seq 0 {last}); do dd if=/dev/zero of={dir}/fio.$n bs=1M count={FILE_MIB}; done");
         self.run(&fill)?;
@@ -102,7 +102,7 @@ impl NvdimmGuest {
     pub fn fio(&mut self, system: System, job: Job) -> Result<Found> {
         ensure!(self.mounted.contains(&system), "it is not mounted in the guest");
         let mut line = shell_word(&self.fio);
-        for word in fio::arguments(job, Path::new(&folder(system))) {
+        for word in fio::arguments(job, Path::new(&directory(system))) {
             let _ = write!(line, " {}", shell_word(Path::new(&word)));
         }
         let output = self.run(&format!("cd /run; {line}"))?;
@@ -124,7 +124,7 @@ fn nvdimms(count: usize) -> String {
 }
 
 /// Where a system is mounted in the guest.
-fn folder(system: System) -> String {
+fn directory(system: System) -> String {
     format!("/run/bench/{}", system.full_name().replace(' ', "-"))
 }
 
@@ -140,7 +140,7 @@ const ENABLE_URING: &str = "echo Y >/sys/module/fuse/parameters/enable_uring";
 
 /// The line of shell that mounts a system in the guest.
 fn mount_command(system: System, programs: &Programs, mkfs: &Path) -> Result<String> {
-    let dir = folder(system);
+    let dir = directory(system);
     let ferry = |words: &str| {
         let ferry = shell_word(&programs.ferry);
         format!(
@@ -181,7 +181,7 @@ mod tests {
     fn all_of_the_guests_systems_can_be_mounted() {
         for system in super::super::systems::GUEST {
             let line = mount_command(system, &programs(), Path::new("/mkfs")).unwrap();
-            assert!(!line.contains('\n') && line.contains(&folder(system)), "{line}");
+            assert!(!line.contains('\n') && line.contains(&directory(system)), "{line}");
         }
         assert!(mount_command(System::FerryCached, &programs(), Path::new("/mkfs")).is_err());
     }

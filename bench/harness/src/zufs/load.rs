@@ -29,7 +29,7 @@ pub struct Loads {
     /// Ours, for names.
     pub names: PathBuf,
     /// For outputs.
-    pub folder: PathBuf,
+    pub directory: PathBuf,
 }
 
 impl Loads {
@@ -37,7 +37,7 @@ impl Loads {
     pub fn fio(&self, job: Job, dir: &Path) -> Command {
         let mut command = Command::new(&self.fio);
         // fio leaves files in its directory.
-        command.args(fio::arguments(job, dir)).current_dir(&self.folder);
+        command.args(fio::arguments(job, dir)).current_dir(&self.directory);
         command
     }
 
@@ -50,7 +50,7 @@ impl Loads {
 
     /// Runs a command and takes what it prints on standard output; see [`process::run`].
     pub fn run(&self, command: Command, timeout: Duration) -> Result<String> {
-        process::run(command, &self.folder, timeout)
+        process::run(command, &self.directory, timeout)
     }
 }
 

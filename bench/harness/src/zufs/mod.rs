@@ -49,13 +49,13 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         null: crate::cli::program("ferry-bench-null")?,
         libfuse: peers.libfuse,
     };
-    let folder = cli.work.join("run");
-    std::fs::create_dir_all(&folder)?;
+    let directory = cli.work.join("run");
+    std::fs::create_dir_all(&directory)?;
     let machine = Machine::look(&cli.work, None, Some(&fio));
-    let loads = Loads { fio, names: crate::cli::program("ferry-bench-names")?, folder: folder.clone() };
+    let loads = Loads { fio, names: crate::cli::program("ferry-bench-names")?, directory: directory.clone() };
     let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
     let wanted = cli.peers.clone();
-    let mut runner = Runner::new(cache, programs, loads, peers.mkfs, folder, effort);
+    let mut runner = Runner::new(cache, programs, loads, peers.mkfs, directory, effort);
     let progress = Progress::new(steps.len());
     let names = |step: &Step| step.rows().into_iter().map(|(_, name)| name).collect::<Vec<_>>().join(", ");
     let lines = progress.measure(&steps, names, &unknown, |step| {
@@ -64,10 +64,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     })?;
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
-    if let Some(folder) = cli.results() {
+    if let Some(directory) = cli.results() {
         let guest_kernel = runner.guest_kernel().unwrap_or("none ran").to_owned();
         let machine = Machine { guest_kernel, command: crate::cli::command(), ..machine };
-        report::write(&folder, &lines, &machine, &peers.libfuse_version, &targets)?;
+        report::write(&directory, &lines, &machine, &peers.libfuse_version, &targets)?;
     }
     Ok(crate::cli::verdict(&lines))
 }

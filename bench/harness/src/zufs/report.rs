@@ -110,10 +110,10 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
     targets
 }
 
-/// Writes the report into a folder.
-pub fn write(folder: &Path, lines: &[Line], machine: &Machine, libfuse: &str, targets: &[Target]) -> Result<()> {
+/// Writes the report into a directory.
+pub fn write(directory: &Path, lines: &[Line], machine: &Machine, libfuse: &str, targets: &[Target]) -> Result<()> {
     let svg = curves::svg("4 KiB random writes, O_DIRECT | O_SYNC", &curves(lines));
-    parts::save(folder, TABLE, lines, &markdown(lines, machine, libfuse, targets), &svg)
+    parts::save(directory, TABLE, lines, &markdown(lines, machine, libfuse, targets), &svg)
 }
 
 /// The medians of each system over threads; ours from their own lines, peers from any.

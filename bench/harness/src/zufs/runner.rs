@@ -73,7 +73,7 @@ pub struct Runner {
     programs: Programs,
     loads: Loads,
     mkfs: Option<PathBuf>,
-    folder: PathBuf,
+    directory: PathBuf,
     effort: Effort,
     started: Instant,
     mounted: BTreeMap<System, Mounted>,
@@ -89,7 +89,7 @@ impl Runner {
         programs: Programs,
         loads: Loads,
         mkfs: Option<PathBuf>,
-        folder: PathBuf,
+        directory: PathBuf,
         effort: Effort,
     ) -> Self {
         Self {
@@ -97,7 +97,7 @@ impl Runner {
             programs,
             loads,
             mkfs,
-            folder,
+            directory,
             effort,
             started: Instant::now(),
             mounted: BTreeMap::new(),
@@ -200,7 +200,7 @@ impl Runner {
     fn mount(&mut self, system: System) -> Result<&Mounted> {
         // Entered before it is asked for, as a fallible start does not fit the map's own way.
         if !self.mounted.contains_key(&system) {
-            let mounted = commands::mount(system, &self.programs, &self.folder)?;
+            let mounted = commands::mount(system, &self.programs, &self.directory)?;
             if system.keeps_data() {
                 load::fill(mounted.dir(), THREADS.len(), fio::FILE_MIB)?;
             }
@@ -213,8 +213,9 @@ impl Runner {
     fn guest(&mut self, system: System) -> Result<&mut NvdimmGuest> {
         if self.guest.is_none() {
             let mkfs = self.mkfs.clone().context("there is no mkfs.xfs");
-            let booted = mkfs
-                .and_then(|mkfs| NvdimmGuest::boot(&self.cache, &self.programs, &self.loads.fio, &mkfs, &self.folder));
+            let booted = mkfs.and_then(|mkfs| {
+                NvdimmGuest::boot(&self.cache, &self.programs, &self.loads.fio, &mkfs, &self.directory)
+            });
             self.guest = Some(booted.map_err(|error| format!("{error:#}")));
         }
         match self.guest.as_mut().context("the guest was just booted")? {

@@ -119,7 +119,7 @@ impl System {
         }
     }
 
-    /// A name that no other system has: for folders, and where all stand in one list.
+    /// A name that no other system has: for directories, and where all stand in one list.
     pub fn full_name(self) -> String {
         match self {
             Self::Libfuse(Files::Null, _) => format!("{} null", self.name()),

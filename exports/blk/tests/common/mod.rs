@@ -32,7 +32,7 @@ pub struct Offered {
     pub socket: PathBuf,
     export: Option<Export>,
     _socket: Socket,
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
 }
 
 impl Offered {
@@ -42,15 +42,15 @@ impl Offered {
 
     /// As [`Offered::new`], with the file in a directory within `parent`.
     pub fn within(parent: &Path, blocks: u64, cache: Cache, options: Options) -> Self {
-        let folder = tempfile::tempdir_in(parent).unwrap();
-        let (file, socket) = (folder.path().join("disk"), folder.path().join("s"));
+        let directory = tempfile::tempdir_in(parent).unwrap();
+        let (file, socket) = (directory.path().join("disk"), directory.path().join("s"));
         let bytes: Vec<u8> = (0..blocks).flat_map(block).collect();
         std::fs::write(&file, bytes).unwrap();
         let disk = ferry_disk::Options { cache: Some(cache), ..ferry_disk::Options::default() };
         let disk = ferry_disk::open(&file, &disk).unwrap();
         let bound = Socket::bind(&socket).unwrap();
         let export = Export::start(bound.listener().unwrap(), disk, options).unwrap();
-        Self { file, socket, export: Some(export), _socket: bound, _folder: folder }
+        Self { file, socket, export: Some(export), _socket: bound, _directory: directory }
     }
 }
 

@@ -98,9 +98,9 @@ fn a_batch_costs_two_calls_and_one_signal() {
 }
 
 /// Writes scattered blocks through the page cache of the directory's file system.
-fn scattered_writes(folder: &Path) -> Option<f64> {
+fn scattered_writes(directory: &Path) -> Option<f64> {
     const ROUNDS: usize = 300;
-    let disk = Offered::within(folder, BLOCKS, Cache::Writeback, options(POLL));
+    let disk = Offered::within(directory, BLOCKS, Cache::Writeback, options(POLL));
     // Without it every write would have to be durable.
     let device_features = DeviceFeatures::FLUSH.0;
     let mut driver = connect(&disk, Config { queue_size: 128, device_features, ..Config::default() });
@@ -136,10 +136,10 @@ fn scattered_writes_run_as_a_batch() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    for folder in [&std::env::temp_dir(), Path::new("/dev/shm")] {
-        let Some(each) = scattered_writes(folder) else { continue };
-        eprintln!("depth {DEPTH}, writes in bursts in {}: {each:.4} calls", folder.display());
-        assert!(each <= 0.1, "{each} system calls per write in {}", folder.display());
+    for directory in [&std::env::temp_dir(), Path::new("/dev/shm")] {
+        let Some(each) = scattered_writes(directory) else { continue };
+        eprintln!("depth {DEPTH}, writes in bursts in {}: {each:.4} calls", directory.display());
+        assert!(each <= 0.1, "{each} system calls per write in {}", directory.display());
     }
 }
 

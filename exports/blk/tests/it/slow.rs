@@ -80,19 +80,19 @@ impl DeferredTransfer {
 struct Offered {
     disk: Arc<DeferredTransfer>,
     path: PathBuf,
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
     _export: Export,
     _socket: Socket,
 }
 
 fn offer() -> Offered {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let socket = Socket::bind(&path).unwrap();
     let disk = Arc::new(DeferredTransfer::default());
     let options = Options { queues: 1, ..Options::default() };
     let export = Export::start(socket.listener().unwrap(), disk.clone(), options).unwrap();
-    Offered { disk, path, _folder: folder, _export: export, _socket: socket }
+    Offered { disk, path, _directory: directory, _export: export, _socket: socket }
 }
 
 fn connect(disk: &Offered) -> Driver {
@@ -169,12 +169,12 @@ fn removed_memory_fails_only_its_request() {
     gone("/dev/shm".as_ref());
 }
 
-/// The memory is a file in this folder.
-fn gone(folder: &Path) {
+/// The memory is a file in this directory.
+fn gone(directory: &Path) {
     let offered = offer();
     let mut driver = connect(&offered);
     let data = room(&mut driver);
-    let file = tempfile::tempfile_in(folder).unwrap();
+    let file = tempfile::tempfile_in(directory).unwrap();
     file.set_len(MIB.into()).unwrap();
     driver.share_file(1 << 40, MIB.into(), file.as_fd()).unwrap();
     assert_eq!(ask(&mut driver, READ, (1 << 40, 8192), 1), (OK, 8193));

@@ -226,8 +226,8 @@ mod tests {
 
     #[test]
     fn mount_points_are_checked() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| directory.path().join(name);
         std::fs::create_dir(at("empty")).expect("a directory");
         std::fs::create_dir(at("full")).expect("a directory");
         std::fs::write(at("full/file"), "").expect("a file");

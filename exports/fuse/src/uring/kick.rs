@@ -120,17 +120,17 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return ferry_skip::skip!("needs root, to copy a mount");
         }
-        let folder = tempfile::tempdir().expect("a folder");
+        let directory = tempfile::tempdir().expect("a directory");
         let ((asked, is_asked), (go, wait)) = (channel(), channel());
         let source = Arc::new(SlowRoot { waits: AtomicBool::new(false), asked, go: Mutex::new(wait) });
         let options = Options { path: RequestPath::Devfuse, cache: Cache::None, ..Options::default() };
         let export =
-            Export::mount(folder.path(), Arc::clone(&source) as Arc<dyn FileSystem>, options).expect("mounted");
+            Export::mount(directory.path(), Arc::clone(&source) as Arc<dyn FileSystem>, options).expect("mounted");
         source.waits.store(true, Ordering::Relaxed);
         std::thread::scope(|scope| {
-            scope.spawn(|| look_at(folder.path()));
+            scope.spawn(|| look_at(directory.path()));
             is_asked.recv_timeout(SOON).expect("the root is asked for");
-            let outcome = unmount(folder.path(), UnmountFlags::NOFOLLOW);
+            let outcome = unmount(directory.path(), UnmountFlags::NOFOLLOW);
             go.send(()).expect("it waits");
             assert_eq!(outcome, Ok(()));
         });

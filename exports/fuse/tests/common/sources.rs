@@ -132,7 +132,7 @@ impl FileSystem for Null {
     }
 }
 
-/// [`Null`], but the data of its files are those of files in another folder.
+/// [`Null`], but the data of its files are those of files in another directory.
 pub struct Relay {
     pub null: Null,
     pub far: std::path::PathBuf,

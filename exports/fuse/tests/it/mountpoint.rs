@@ -13,16 +13,16 @@ use rustix::mount::UnmountFlags;
 
 /// A mount point that is free again when the test ends, however it ends.
 struct Place {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     path: PathBuf,
 }
 
 impl Place {
     fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().canonicalize().unwrap().join("mnt");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().canonicalize().unwrap().join("mnt");
         std::fs::create_dir(&path).unwrap();
-        Self { folder, path }
+        Self { directory, path }
     }
 
     /// The lines about it in the kernel's table.
@@ -267,20 +267,20 @@ const OPEN_DEVICE: &str = "set -e
 
 /// Runs [`as_user`] as nobody, as often as there are sets of variables; answers what each said.
 fn said_as_user(path: &Path, runs: &[&[&str]]) -> Vec<String> {
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
-    // A copy that every user can execute, wherever the build folder is.
-    let program = folder.path().join("test");
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    // A copy that every user can execute, wherever the build directory is.
+    let program = directory.path().join("test");
     assert!(Command::new("cp").arg(std::env::current_exe().unwrap()).arg(&program).status().unwrap().success());
-    std::fs::create_dir(folder.path().join("device")).unwrap();
+    std::fs::create_dir(directory.path().join("device")).unwrap();
     let lines = runs.iter().map(|variables| {
         let variables = variables.join(" ");
         format!("/usr/bin/setpriv --reuid 65534 --regid 65534 --clear-groups -- /usr/bin/env {variables} \"$@\"\n")
     });
     let mut command = Command::new("unshare");
     command.args(["--mount", "--propagation", "private", "sh", "-c", OPEN_DEVICE, "sh"]);
-    command.arg(folder.path().join("device")).arg(&program).args(["mountpoint::as_user", "--exact", "--nocapture"]);
-    command.env("RUN", lines.collect::<String>()).env(AS_USER, path).current_dir(folder.path());
+    command.arg(directory.path().join("device")).arg(&program).args(["mountpoint::as_user", "--exact", "--nocapture"]);
+    command.env("RUN", lines.collect::<String>()).env(AS_USER, path).current_dir(directory.path());
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     let said = text.lines().filter_map(|line| line.split_once("said: "));
@@ -300,7 +300,7 @@ fn has_helper() -> bool {
 /// A mount point that belongs to the user `nobody`.
 fn users_place() -> Place {
     let place = Place::new();
-    std::fs::set_permissions(place.folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(place.directory.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     std::os::unix::fs::chown(&place.path, Some(65534), Some(65534)).unwrap();
     place
 }
@@ -326,7 +326,7 @@ fn a_user_is_refused_in_sentences() {
         return;
     }
     let place = users_place();
-    let foreign = place.folder.path().join("foreign");
+    let foreign = place.directory.path().join("foreign");
     std::fs::create_dir(&foreign).unwrap();
     let said = said_as_user(&foreign, &[&[]]);
     assert!(said[0].contains("may not write to the mount point") && said[0].contains("foreign"), "{said:?}");

@@ -290,8 +290,8 @@ fn a_mount_ends_while_transfers_are_under_way() {
 #[test]
 fn a_file_in_memory_and_one_on_disk_are_written_durably() {
     for path in paths() {
-        for folder in ["/dev/shm", "/var/tmp"] {
-            let tmp = tempfile::tempdir_in(folder).unwrap();
+        for directory in ["/dev/shm", "/var/tmp"] {
+            let tmp = tempfile::tempdir_in(directory).unwrap();
             let source = ferry_dir::Dir::open(tmp.path(), ferry_dir::Options::default()).unwrap();
             let mounted = mount(Arc::new(source), plain(path));
             let bytes: Vec<u8> = (0..300_000_u32).map(|at| at.to_le_bytes()[0]).collect();
@@ -302,8 +302,8 @@ fn a_file_in_memory_and_one_on_disk_are_written_durably() {
             file.write_all_at(&bytes, 123_457).unwrap();
             file.sync_all().unwrap();
             let back = std::fs::read(tmp.path().join("f")).unwrap();
-            assert!(back[..123_457] == bytes[..123_457] && back[123_457..] == bytes, "{path:?} {folder}");
-            assert!(std::fs::read(mounted.path("f")).unwrap() == back, "{path:?} {folder}");
+            assert!(back[..123_457] == bytes[..123_457] && back[123_457..] == bytes, "{path:?} {directory}");
+            assert!(std::fs::read(mounted.path("f")).unwrap() == back, "{path:?} {directory}");
             drop(file);
             mounted.stop();
         }

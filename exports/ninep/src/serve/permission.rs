@@ -62,8 +62,8 @@ impl Context<'_> {
         }
         let cx = self.caller(dir.user, None);
         let source = &self.share.source;
-        let folder = source.getattr(&cx, dir.node.ino, None)?;
-        if folder.mode & S_ISVTX == 0 || folder.uid == dir.user.uid {
+        let directory = source.getattr(&cx, dir.node.ino, None)?;
+        if directory.mode & S_ISVTX == 0 || directory.uid == dir.user.uid {
             return Ok(());
         }
         let (_node, attr) = self.session.node(source.lookup(&cx, dir.node.ino, name)?)?;
@@ -91,8 +91,8 @@ impl Context<'_> {
         if !dir.user.is_bound() || attr.uid == dir.user.uid {
             return Ok(());
         }
-        let folder = self.share.source.getattr(&self.caller(dir.user, None), dir.node.ino, None)?;
-        let is_trap = folder.mode & S_ISVTX != 0 && folder.mode & S_IWOTH != 0 && attr.uid != folder.uid;
+        let directory = self.share.source.getattr(&self.caller(dir.user, None), dir.node.ino, None)?;
+        let is_trap = directory.mode & S_ISVTX != 0 && directory.mode & S_IWOTH != 0 && attr.uid != directory.uid;
         if is_trap { Err(Errno::ACCESS) } else { Ok(()) }
     }
 

@@ -6,11 +6,11 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-/// A folder of certificates: `NAME.pem` with `NAME.key`.
+/// A directory of certificates: `NAME.pem` with `NAME.key`.
 pub struct Certificates(TempDir);
 
-fn openssl(folder: &Path, line: &str) {
-    let made = Command::new("openssl").args(line.split_whitespace()).current_dir(folder).output().unwrap();
+fn openssl(directory: &Path, line: &str) {
+    let made = Command::new("openssl").args(line.split_whitespace()).current_dir(directory).output().unwrap();
     assert!(made.status.success(), "openssl {line}: {}", String::from_utf8_lossy(&made.stderr));
 }
 
@@ -18,9 +18,9 @@ const KEY: &str = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes";
 
 impl Certificates {
     pub fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("names"), "subjectAltName=DNS:localhost,IP:127.0.0.1\n").unwrap();
-        Self(folder)
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("names"), "subjectAltName=DNS:localhost,IP:127.0.0.1\n").unwrap();
+        Self(directory)
     }
 
     /// An authority.

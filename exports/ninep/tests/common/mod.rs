@@ -36,24 +36,24 @@ pub struct Server {
     source: Arc<dyn FileSystem>,
     options: Options,
     pub socket: PathBuf,
-    pub folder: TempDir,
+    pub directory: TempDir,
 }
 
 impl Server {
     pub fn of(source: Arc<dyn FileSystem>, options: Options) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
         let listener = UnixListener::bind(&socket).unwrap();
         let export = Export::start(vec![listener.into()], Arc::clone(&source), options.clone()).unwrap();
-        Self { export: Some(export), devices: Mutex::default(), source, options, socket, folder }
+        Self { export: Some(export), devices: Mutex::default(), source, options, socket, directory }
     }
 
     /// The same source at another socket, with the same options.
     pub fn also_at(&self, listener: Listener, source: Arc<dyn FileSystem>) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let export = Export::start(vec![listener], Arc::clone(&source), self.options.clone()).unwrap();
         let (devices, options, socket) = (Mutex::default(), self.options.clone(), PathBuf::new());
-        Self { export: Some(export), devices, source, options, socket, folder }
+        Self { export: Some(export), devices, source, options, socket, directory }
     }
 
     pub fn options(&self) -> &Options {
@@ -70,7 +70,7 @@ impl Server {
     /// Makes one more device; answers its socket.
     pub fn device(&self) -> PathBuf {
         let mut devices = self.devices.lock().unwrap();
-        let path = self.folder.path().join(format!("d{}", devices.len()));
+        let path = self.directory.path().join(format!("d{}", devices.len()));
         let (listener, source) = (UnixListener::bind(&path).unwrap(), Arc::clone(&self.source));
         devices.push(Export::vhost_user(listener, source, DeviceOptions::of("tag"), self.options.clone()).unwrap());
         path
@@ -140,17 +140,17 @@ pub struct DirServer {
     pub server: Server,
     pub dir: Arc<Dir>,
     pub path: PathBuf,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl DirServer {
     pub fn new(options: Options) -> Self {
-        let folder = tempfile::tempdir_in("/var/tmp").unwrap();
-        let path = folder.path().join("shared");
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = directory.path().join("shared");
         std::fs::create_dir(&path).unwrap();
         let dir = Arc::new(Dir::open(&path, ferry_dir::Options::default()).unwrap());
         let server = Server::of(Arc::clone(&dir) as Arc<dyn FileSystem>, options);
-        Self { server, dir, path, _folder: folder }
+        Self { server, dir, path, _directory: directory }
     }
 
     /// Waits until the source holds nothing for clients any more.

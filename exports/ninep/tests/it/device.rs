@@ -60,14 +60,14 @@ fn is_well(driver: &mut Driver) {
 
 #[test]
 fn the_configuration_is_the_tag() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let start = |name: &str, tag: &str| {
-        let listener = UnixListener::bind(folder.path().join(name)).unwrap();
+        let listener = UnixListener::bind(directory.path().join(name)).unwrap();
         let mem = Arc::new(Mem::new(&ferry_mem::Options::default()).unwrap());
         Export::vhost_user(listener, mem, DeviceOptions::of(tag), Options::default())
     };
     let _export = start("s", "my share").unwrap();
-    let mut driver = Driver::connect(folder.path().join("s"), config()).unwrap();
+    let mut driver = Driver::connect(directory.path().join("s"), config()).unwrap();
     // Those who ask for more than there is get zeros.
     assert_eq!(driver.read_config(0, 12).unwrap(), b"\x08\0my share\0\0");
     assert_eq!(driver.read_config(2, 2).unwrap(), b"my");

@@ -408,7 +408,7 @@ fn one_user_takes_nothing_from_another() {
     }
     let share = with_little_room();
     let everybody = |path: &std::path::Path| fs::set_permissions(path, fs::Permissions::from_mode(0o777)).unwrap();
-    everybody(share.folder.path());
+    everybody(share.directory.path());
     everybody(&share.socket);
     let socket = || share.socket.clone();
     one_client_takes_nothing_from_another(&share.server, || of_user(1000, socket()), (|| of_user(1001, socket()), 4));

@@ -48,24 +48,24 @@ fn resident_bytes() -> u64 {
 
 struct Server {
     export: Export,
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     port: u16,
 }
 
 impl Server {
     fn new(limits: Limits) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let unix = UnixListener::bind(folder.path().join("s")).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let unix = UnixListener::bind(directory.path().join("s")).unwrap();
         let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = tcp.local_addr().unwrap().port();
         let source = Arc::new(ferry_mem::Mem::new(&ferry_mem::Options::default()).unwrap());
         let options = Options { limits, ..Options::default() };
         let export = Export::start(vec![unix.into(), tcp.into()], source, options).unwrap();
-        Self { export, folder, port }
+        Self { export, directory, port }
     }
 
     fn unix(&self) -> UnixStream {
-        UnixStream::connect(self.folder.path().join("s")).unwrap()
+        UnixStream::connect(self.directory.path().join("s")).unwrap()
     }
 
     fn tcp(&self) -> TcpStream {
@@ -88,7 +88,7 @@ struct Clients(Child);
 impl Clients {
     /// Waits until they are all there. `what`: see [`clients`].
     fn start(server: &Server, what: &str) -> Self {
-        let words = format!("{what} {} {}", server.port, server.folder.path().join("s").display());
+        let words = format!("{what} {} {}", server.port, server.directory.path().join("s").display());
         let program = std::env::current_exe().unwrap();
         let mut command = Command::new(program);
         command.args(["--exact", "idle::clients", "--include-ignored", "--nocapture"]).env(CLIENTS, words);

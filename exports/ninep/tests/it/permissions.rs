@@ -317,10 +317,10 @@ fn is_root() -> bool {
 }
 
 fn dir(at: &str) -> (Arc<dyn FileSystem>, tempfile::TempDir) {
-    let folder = tempfile::tempdir_in(at).unwrap();
-    let path = folder.path().join("shared");
+    let directory = tempfile::tempdir_in(at).unwrap();
+    let path = directory.path().join("shared");
     std::fs::create_dir(&path).unwrap();
-    (Arc::new(ferry_dir::Dir::open(&path, ferry_dir::Options::default()).unwrap()), folder)
+    (Arc::new(ferry_dir::Dir::open(&path, ferry_dir::Options::default()).unwrap()), directory)
 }
 
 fn mem() -> Arc<dyn FileSystem> {
@@ -328,10 +328,10 @@ fn mem() -> Arc<dyn FileSystem> {
 }
 
 fn pmem() -> (Arc<dyn FileSystem>, tempfile::TempDir) {
-    let folder = tempfile::tempdir_in(MEMORY).unwrap();
+    let directory = tempfile::tempdir_in(MEMORY).unwrap();
     let options = ferry_mem::pmem::Options { size_bytes: Some(64 << 20), ..Default::default() };
-    File::create(folder.path().join("image")).unwrap();
-    (Arc::new(ferry_mem::pmem::open(&folder.path().join("image"), &options).unwrap()), folder)
+    File::create(directory.path().join("image")).unwrap();
+    (Arc::new(ferry_mem::pmem::open(&directory.path().join("image"), &options).unwrap()), directory)
 }
 
 #[test]

@@ -24,11 +24,11 @@ fn mem(memfds: bool) -> Server {
     serve(Arc::new(Mem::new(&options).unwrap()))
 }
 
-/// The folder holds the image.
+/// The directory holds the image.
 fn pmem() -> (Server, tempfile::TempDir) {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let options = pmem::Options { size_bytes: Some(SIZE_BYTES), ..Default::default() };
-    (serve(Arc::new(pmem::open(&folder.path().join("image"), &options).unwrap())), folder)
+    (serve(Arc::new(pmem::open(&directory.path().join("image"), &options).unwrap())), directory)
 }
 
 fn version(client: &mut Client<Link>, fid: Fid) -> u32 {

@@ -222,8 +222,8 @@ mod tests {
         reader: thread::JoinHandle<io::Result<u8>>,
     }
 
-    fn killed(folder: &Path, restart_time: Duration) -> Option<Killed> {
-        let (from, mut objects, part) = partly_here(folder);
+    fn killed(directory: &Path, restart_time: Duration) -> Option<Killed> {
+        let (from, mut objects, part) = partly_here(directory);
         let watch = match Watch::begin(&mut objects) {
             Ok(watch) => watch,
             Err(error) => {
@@ -249,8 +249,8 @@ mod tests {
     /// Readers of what is missing get errors, and never zeros from holes.
     #[test]
     fn readers_are_refused_if_no_server_is_expected() {
-        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-        let Some(Killed { server, reader, .. }) = killed(folder.path(), Duration::ZERO) else { return };
+        let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+        let Some(Killed { server, reader, .. }) = killed(directory.path(), Duration::ZERO) else { return };
         let responder = thread::spawn(move || server.respond());
         let error = reader.join().expect("it does not panic").expect_err("nothing is here");
         assert_eq!(error.raw_os_error(), Some(nix::libc::EIO));
@@ -261,12 +261,12 @@ mod tests {
     /// The reader's event was read by the dead server, and the next one does not get it.
     #[test]
     fn readers_wait_for_the_next_server() {
-        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-        let Some(Killed { from, server, reader }) = killed(folder.path(), Duration::from_secs(60)) else { return };
+        let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+        let Some(Killed { from, server, reader }) = killed(directory.path(), Duration::from_secs(60)) else { return };
         let responder = thread::spawn(move || server.respond());
         thread::sleep(Duration::from_millis(300));
         assert!(!reader.is_finished(), "the next server is not here yet");
-        let mut objects = open(folder.path(), &from);
+        let mut objects = open(directory.path(), &from);
         let mut next = Watch::begin(&mut objects).expect("the first one could");
         next.serve(&Arc::new(objects), 2).expect("threads can be had");
         assert_ne!(reader.join().expect("it does not panic").expect("it is fetched"), 0);
@@ -276,8 +276,8 @@ mod tests {
     /// A server that has ended by itself has no next one.
     #[test]
     fn readers_do_not_wait_after_an_end() {
-        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
-        let Some(Killed { server, reader, .. }) = killed(folder.path(), Duration::from_secs(600)) else { return };
+        let directory = tempfile::tempdir_in("/var/tmp").expect("a directory");
+        let Some(Killed { server, reader, .. }) = killed(directory.path(), Duration::from_secs(600)) else { return };
         server.log.end();
         let responder = thread::spawn(move || server.respond());
         reader.join().expect("it does not panic").expect_err("nothing is here");

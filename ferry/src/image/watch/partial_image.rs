@@ -30,24 +30,24 @@ impl Fetch for Elsewhere {
 }
 
 /// Returns an image of 16 objects of a block each, of which only the first blocks are present.
-pub fn partly_here(folder: &Path) -> (Arc<Elsewhere>, Objects, PathBuf) {
-    let at = |name: &str| folder.join(name);
-    fs::create_dir(at("tree")).expect("folders can be made");
+pub fn partly_here(directory: &Path) -> (Arc<Elsewhere>, Objects, PathBuf) {
+    let at = |name: &str| directory.join(name);
+    fs::create_dir(at("tree")).expect("directories can be made");
     for number in 0..16_u8 {
         fs::write(at("tree").join(number.to_string()), [number; 4096]).expect("files can be made");
     }
-    let store = || Store::create(&at("store")).expect("folders can be made");
+    let store = || Store::create(&at("store")).expect("directories can be made");
     let built = build(&at("tree"), &at("image"), store(), &BuildOptions::default(), &|_, _| {});
     let pack = built.expect("it can be built").packs[0];
-    drop(Store::create(&at("here")).expect("folders can be made"));
+    drop(Store::create(&at("here")).expect("directories can be made"));
     let from = Arc::new(Elsewhere { packs: at("store/packs"), silence: RwLock::default() });
-    let objects = open(folder, &from);
+    let objects = open(directory, &from);
     (from, objects, at("here/packs").join(format!("{}.part", pack.hex())))
 }
 
 /// Opens the image once more.
-pub fn open(folder: &Path, from: &Arc<Elsewhere>) -> Objects {
-    let at = |name: &str| folder.join(name);
+pub fn open(directory: &Path, from: &Arc<Elsewhere>) -> Objects {
+    let at = |name: &str| directory.join(name);
     let missing = FetchOptions { from: Arc::clone(from) as Arc<dyn Fetch>, ahead_bytes: 0, cache_bytes: None };
     let image = Image::open(&at("image"), None).expect("it was built");
     Objects::open_with(&image, &at("here"), Some(missing)).expect("it was built")

@@ -100,10 +100,10 @@ fn sh(share: &Share, script: &str) {
 #[test]
 fn changes_by_others_are_published() {
     let Some((share, heard)) = watched(OwnChanges::Skip) else { return };
-    sh(&share, "for file in a b c d file; do echo 1 >$file; done; mkdir folder; echo 1 >folder/inside");
+    sh(&share, "for file in a b c d file; do echo 1 >$file; done; mkdir directory; echo 1 >directory/inside");
     // One file for each kind of change of a file: changes are told twice.
     let [a, b, c, d] = ["a", "b", "c", "d"].map(|path| share.ino(path));
-    let [file, folder, inside] = ["file", "folder", "folder/inside"].map(|path| share.ino(path));
+    let [file, directory, inside] = ["file", "directory", "directory/inside"].map(|path| share.ino(path));
     let buf = |text| name(text).to_buf();
     let root = |text| (Ino::ROOT, buf(text));
     let entry = |(dir, name)| Change::Entry { dir, name };
@@ -111,15 +111,21 @@ fn changes_by_others_are_published() {
         ("echo 2 >>a", vec![data(a)]),
         ("truncate -s 1 b", vec![data(b)]),
         ("chmod 600 c", vec![Change::Attr { ino: c }]),
-        ("chmod 700 folder", vec![Change::Attr { ino: folder }]),
+        ("chmod 700 directory", vec![Change::Attr { ino: directory }]),
         ("touch -d @1 d", vec![data(d)]),
-        ("echo 3 >folder/inside", vec![data(inside)]),
+        ("echo 3 >directory/inside", vec![data(inside)]),
         ("echo 1 >new", vec![Change::Unsure { dir: Ino::ROOT, name: buf("new") }]),
         ("ln file link", vec![Change::Unsure { dir: Ino::ROOT, name: buf("link") }, Change::Attr { ino: file }]),
         ("rm link", vec![Change::Removed { dir: Ino::ROOT, name: buf("link"), ino: file }]),
-        ("mv file folder/moved", vec![entry(root("file")), entry((folder, buf("moved"))), Change::Attr { ino: file }]),
-        ("mv folder/moved folder/inside", vec![entry((folder, buf("moved"))), entry((folder, buf("inside")))]),
-        ("rm -r folder", vec![Change::Removed { dir: Ino::ROOT, name: buf("folder"), ino: folder }]),
+        (
+            "mv file directory/moved",
+            vec![entry(root("file")), entry((directory, buf("moved"))), Change::Attr { ino: file }],
+        ),
+        (
+            "mv directory/moved directory/inside",
+            vec![entry((directory, buf("moved"))), entry((directory, buf("inside")))],
+        ),
+        ("rm -r directory", vec![Change::Removed { dir: Ino::ROOT, name: buf("directory"), ino: directory }]),
     ] {
         sh(&share, script);
         for change in changes {
@@ -221,31 +227,35 @@ fn data(ino: Ino) -> Change {
 #[test]
 fn changes_in_known_directories_are_published() {
     let (share, heard) = watched_directories(None);
-    sh(&share, "for file in a b c d e file; do echo 1 >$file; done; mkdir folder other; echo 1 >folder/inside");
+    sh(&share, "for file in a b c d e file; do echo 1 >$file; done; mkdir directory other; echo 1 >directory/inside");
     let [a, b, c, d, e] = ["a", "b", "c", "d", "e"].map(|path| share.ino(path));
-    let [file, folder, inside, other] = ["file", "folder", "folder/inside", "other"].map(|path| share.ino(path));
+    let [file, directory, inside, other] =
+        ["file", "directory", "directory/inside", "other"].map(|path| share.ino(path));
     let buf = |text| name(text).to_buf();
     let entry = |dir, text| Change::Entry { dir, name: buf(text) };
     for (script, changes) in [
         ("echo 2 >>a", vec![data(a)]),
         ("truncate -s 1 b", vec![data(b)]),
         ("chmod 600 c", vec![Change::Attr { ino: c }]),
-        ("chmod 700 folder", vec![Change::Attr { ino: folder }]),
+        ("chmod 700 directory", vec![Change::Attr { ino: directory }]),
         ("touch -d @1 d", vec![data(d)]),
-        ("echo 3 >folder/inside", vec![data(inside)]),
+        ("echo 3 >directory/inside", vec![data(inside)]),
         ("echo 1 >new", vec![Change::Unsure { dir: Ino::ROOT, name: buf("new") }]),
         // A directory in which no name was looked up yet.
         ("echo 1 >other/new", vec![Change::Unsure { dir: other, name: buf("new") }]),
         ("rm e", vec![Change::Removed { dir: Ino::ROOT, name: buf("e"), ino: e }, Change::Attr { ino: e }]),
-        ("mv file folder/moved", vec![entry(Ino::ROOT, "file"), entry(folder, "moved"), Change::Attr { ino: file }]),
+        (
+            "mv file directory/moved",
+            vec![entry(Ino::ROOT, "file"), entry(directory, "moved"), Change::Attr { ino: file }],
+        ),
         // By the name that no client has looked up.
-        ("echo 4 >folder/moved", vec![data(file)]),
-        ("mv folder/moved folder/inside", vec![entry(folder, "moved"), entry(folder, "inside")]),
-        ("echo 5 >folder/inside", vec![data(file)]),
-        ("mv folder other/folder", vec![entry(Ino::ROOT, "folder"), entry(other, "folder")]),
+        ("echo 4 >directory/moved", vec![data(file)]),
+        ("mv directory/moved directory/inside", vec![entry(directory, "moved"), entry(directory, "inside")]),
+        ("echo 5 >directory/inside", vec![data(file)]),
+        ("mv directory other/directory", vec![entry(Ino::ROOT, "directory"), entry(other, "directory")]),
         // The watch moved along.
-        ("echo 6 >other/folder/inside", vec![data(file)]),
-        ("rm -r other/folder", vec![Change::Removed { dir: other, name: buf("folder"), ino: folder }]),
+        ("echo 6 >other/directory/inside", vec![data(file)]),
+        ("rm -r other/directory", vec![Change::Removed { dir: other, name: buf("directory"), ino: directory }]),
     ] {
         sh(&share, script);
         for change in changes {
@@ -275,12 +285,12 @@ fn symbolic_links_are_not_watched() {
 #[test]
 fn a_file_found_under_another_name_counts_as_changed() {
     let (share, heard) = watched_directories(None);
-    sh(&share, "mkdir -p unknown/folder; echo 1 >file");
+    sh(&share, "mkdir -p unknown/directory; echo 1 >file");
     let file = share.ino("file");
-    sh(&share, "mv file unknown/folder/file; echo 2 >unknown/folder/file");
+    sh(&share, "mv file unknown/directory/file; echo 2 >unknown/directory/file");
     heard.wait_for(&Change::Entry { dir: Ino::ROOT, name: name("file").to_buf() });
     heard.clear();
-    assert_eq!(share.ino("unknown/folder/file"), file);
+    assert_eq!(share.ino("unknown/directory/file"), file);
     heard.wait_for(&data(file));
 }
 
@@ -369,11 +379,11 @@ fn too_many_changes_in_directories_become_one() {
 fn no_change_is_missed_between_a_lookup_and_its_watch() {
     let (share, heard) = watched_directories(None);
     for round in 0..100_u64 {
-        let folder = share.path(format!("{round}"));
-        fs::create_dir(&folder).unwrap();
-        fs::write(folder.join("file"), "").unwrap();
+        let directory = share.path(format!("{round}"));
+        fs::create_dir(&directory).unwrap();
+        fs::write(directory.join("file"), "").unwrap();
         let writer = std::thread::spawn(move || {
-            File::options().append(true).open(folder.join("file")).unwrap().write_all(b"more").unwrap();
+            File::options().append(true).open(directory.join("file")).unwrap().write_all(b"more").unwrap();
         });
         let found = share.walk(&format!("{round}/file")).unwrap();
         writer.join().unwrap();

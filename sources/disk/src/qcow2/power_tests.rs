@@ -143,11 +143,11 @@ fn check_counts(image: &Image, file: &[u8]) {
 
 #[test]
 fn a_power_failure_loses_only_unflushed_writes() {
-    let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
-    let path = folder.path().join("image");
+    let directory = tempfile::tempdir_in("/dev/shm").expect("a directory");
+    let path = directory.path().join("image");
     let mut below = vec![0xee; BELOW];
     below[BELOW / 2..].fill(0xdd);
-    fs::write(folder.path().join("below"), &below).expect("a file");
+    fs::write(directory.path().join("below"), &below).expect("a file");
     for seed in [1, 2, 3] {
         let mut random = Random(seed * 0x9e37_79b9);
         let _ = fs::remove_file(&path);

@@ -29,8 +29,8 @@ fn at(offset: u64, bytes: u64) -> BlockRange {
 }
 
 /// Returns an image whose only L2 table begins with this entry.
-fn with_entry(folder: &TempDir, entry: u64) -> std::path::PathBuf {
-    let path = folder.path().join("image");
+fn with_entry(directory: &TempDir, entry: u64) -> std::path::PathBuf {
+    let path = directory.path().join("image");
     let _ = fs::remove_file(&path);
     create(&path, MIB, None);
     patch(&path, &(L2 | 1 << 63).to_be_bytes(), L1);
@@ -42,8 +42,8 @@ fn with_entry(folder: &TempDir, entry: u64) -> std::path::PathBuf {
 
 #[test]
 fn hostile_headers_are_refused_and_images_stay_unchanged() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("image");
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("image");
     let word = |number: u32| number.to_be_bytes().to_vec();
     let long = |number: u64| number.to_be_bytes().to_vec();
     for (place, bytes, words) in [
@@ -127,7 +127,7 @@ fn create_short(path: &Path, bytes: u64) {
 /// Entries with invalid targets: requests fail, and tables are not overwritten with data.
 #[test]
 fn hostile_entries_fail_requests_without_changing_tables() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let directory = tempfile::tempdir().expect("a directory");
     let own = 1 << 63;
     for (entry, reads) in [
         (512, false),
@@ -142,7 +142,7 @@ fn hostile_entries_fail_requests_without_changing_tables() {
         (own | CLUSTER, true),
         (own | REFCOUNT_BLOCK, true),
     ] {
-        let path = with_entry(&folder, entry);
+        let path = with_entry(&directory, entry);
         let before = fs::read(&path).expect("the file");
         let disk = open(&path, &options(false)).expect("an image");
         let read = disk.read(&at(0, 4096), &mut Vec::new());
@@ -163,8 +163,8 @@ fn hostile_entries_fail_requests_without_changing_tables() {
 
 #[test]
 fn data_past_the_end_of_the_file_are_zeros() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = with_entry(&folder, 1 << 63 | 1 << 40);
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = with_entry(&directory, 1 << 63 | 1 << 40);
     let disk = open(&path, &options(true)).expect("an image");
     let mut out = Vec::new();
     assert_eq!(disk.read(&at(0, CLUSTER), &mut out).expect("a read").bytes(), usize::try_from(CLUSTER).ok());
@@ -174,8 +174,8 @@ fn data_past_the_end_of_the_file_are_zeros() {
 /// A table that is counted as free is not allocated.
 #[test]
 fn tables_with_wrong_reference_counts_are_not_allocated() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = with_entry(&folder, 0);
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = with_entry(&directory, 0);
     patch(&path, &[0; 10], REFCOUNT_BLOCK);
     let before = fs::read(&path).expect("the file");
     let disk = open(&path, &options(false)).expect("an image");

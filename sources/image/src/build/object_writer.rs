@@ -29,7 +29,7 @@ const COPY_BYTES: u64 = 1 << 20;
 pub(crate) struct ObjectWriter {
     objects: NewObjects,
     version: Option<u32>,
-    folder: PathBuf,
+    directory: PathBuf,
     threads: usize,
     /// Started with the first file.
     hashers: Option<Hashers<(Vec<u8>, Option<Digest>)>>,
@@ -43,9 +43,9 @@ pub(crate) struct ObjectWriter {
 impl ObjectWriter {
     /// Creates a writer whose `threads` hash the files of [`ContentWriter::add_file`]. `version` is the image's.
     pub(crate) fn begin(store: &Store, version: Option<u32>, threads: usize) -> Result<Self> {
-        let (objects, folder) = (NewObjects::begin(store.folder())?, store.folder().join("objects"));
+        let (objects, directory) = (NewObjects::begin(store.directory())?, store.directory().join("objects"));
         let (hashers, digests) = (None, Vec::new());
-        Ok(Self { objects, version, folder, threads, hashers, given: 0, digests, data_bytes: 0 })
+        Ok(Self { objects, version, directory, threads, hashers, given: 0, digests, data_bytes: 0 })
     }
 
     /// Stores hashed files until only `left` remain in the pool.
@@ -99,7 +99,7 @@ impl ContentWriter for ObjectWriter {
             self.store_hashed(room)?;
             return Ok(Content::Packed { bytes, first: self.given - 1 });
         }
-        let mut new = NewFile::begin(&self.folder)?;
+        let mut new = NewFile::begin(&self.directory)?;
         let (mut hasher, mut left) = (Hasher::default(), bytes);
         let mut memory = vec![0; usize::try_from(COPY_BYTES).unwrap_or_default()];
         while left > 0 {

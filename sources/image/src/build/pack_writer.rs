@@ -129,7 +129,7 @@ impl ContentWriter for PackWriter {
     type Buffer = PackBuffer;
 
     fn new_buffer(&self) -> PackBuffer {
-        PackBuffer { batch: Batch::new(self.input.hashes_unless_in.clone()), begun: Vec::new(), folder: None }
+        PackBuffer { batch: Batch::new(self.input.hashes_unless_in.clone()), begun: Vec::new(), directory: None }
     }
 
     fn buffers_per_thread(_: usize) -> usize {
@@ -142,7 +142,7 @@ impl ContentWriter for PackWriter {
         self.input.chunks += buffer.batch.len();
         let first = self.store_batch(&buffer.batch)?;
         buffer.batch.clear();
-        buffer.folder = None;
+        buffer.directory = None;
         self.data_bytes += buffer.begun.iter().map(|(_, bytes, _)| bytes).sum::<u64>();
         let content = |(node, bytes, at)| (node, Content::Packed { bytes, first: first + at });
         Ok(buffer.begun.drain(..).map(content).collect())
@@ -216,19 +216,19 @@ pub(crate) struct PackBuffer {
     /// Node and length of each file that begins here, and the number of its first chunk in the batch.
     begun: Vec<(NodeId, u64, usize)>,
     /// The directory of the last file: the next one is often in it, too, and resolving its path again is expensive.
-    folder: Option<(PathBuf, OwnedFd)>,
+    directory: Option<(PathBuf, OwnedFd)>,
 }
 
 impl PackBuffer {
     fn open(&mut self, path: &Path) -> rustix::io::Result<OwnedFd> {
         let whole = || openat(CWD, path, UNTRUSTED_OPEN_FLAGS, Mode::empty());
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return whole() };
-        if self.folder.as_ref().is_none_or(|(known, _)| known != parent) {
+        if self.directory.as_ref().is_none_or(|(known, _)| known != parent) {
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            self.folder = Some((parent.into(), openat(CWD, parent, flags, Mode::empty())?));
+            self.directory = Some((parent.into(), openat(CWD, parent, flags, Mode::empty())?));
         }
-        let Some((_, folder)) = &self.folder else { return whole() };
-        openat(folder, name, UNTRUSTED_OPEN_FLAGS, Mode::empty())
+        let Some((_, directory)) = &self.directory else { return whole() };
+        openat(directory, name, UNTRUSTED_OPEN_FLAGS, Mode::empty())
     }
 }
 
@@ -304,7 +304,7 @@ fn gather(
             // The store may have changed meanwhile.
             if found.doing("read", &path)? != *wanted {
                 let reason = format!("the object {wanted} in it is damaged");
-                return Err(Error::Pack { store: store.folder().into(), pack: from, reason });
+                return Err(Error::Pack { store: store.directory().into(), pack: from, reason });
             }
         }
     }

@@ -14,7 +14,7 @@ use crate::build::pack_writer::PackWriter;
 use crate::format::digest::Algorithm;
 use crate::format::error::{Error, IoContext, Result};
 use crate::format::tree::Tree;
-use crate::store::new_file::{NewFile, folder_of};
+use crate::store::new_file::{NewFile, directory_of};
 use crate::store::packs::Store;
 
 /// Builds an image from a directory, a tar archive (optionally compressed), an OCI image directory
@@ -143,7 +143,7 @@ impl<'a> Input<'a> {
 
 /// Writes an image, and names it when it is complete.
 pub(super) fn save(image: &Path, bytes: &[u8], has_verity: bool) -> Result<()> {
-    let mut new = NewFile::begin(folder_of(image))?;
+    let mut new = NewFile::begin(directory_of(image))?;
     new.file.write_all(bytes).doing("write to", &*new.path)?;
     new.keep_sealed(image, has_verity.then(|| Algorithm::Verity.of(bytes)))
 }

@@ -90,14 +90,14 @@ fn look(file: impl AsFd, path: &Path) -> Result<Statx> {
 }
 
 /// Opens a directory for listing, if it is still the one that was found.
-fn directory(seen: &FileIdentity, path: &Path) -> Result<Dir> {
+fn open_directory(seen: &FileIdentity, path: &Path) -> Result<Dir> {
     let changed = || Error::Changed(path.into());
-    let folder = match openat(CWD, path, UNTRUSTED_OPEN_FLAGS | OFlags::DIRECTORY, Mode::empty()) {
+    let directory = match openat(CWD, path, UNTRUSTED_OPEN_FLAGS | OFlags::DIRECTORY, Mode::empty()) {
         Err(Errno::LOOP | Errno::NOTDIR) => return Err(changed()),
         opened => opened.doing("list", path)?,
     };
-    if FileIdentity::of(&look(&folder, path)?).place == seen.place {
-        Dir::new(folder).doing("list", path)
+    if FileIdentity::of(&look(&directory, path)?).place == seen.place {
+        Dir::new(directory).doing("list", path)
     } else {
         Err(changed())
     }
@@ -109,7 +109,7 @@ const DESCRIPTORS: &str = "/proc/self/fd";
 /// A name in an open directory, whose own path may have changed.
 #[derive(Clone, Copy)]
 struct At<'a> {
-    folder: BorrowedFd<'a>,
+    directory: BorrowedFd<'a>,
     name: &'a OsStr,
     /// The path for messages.
     path: &'a Path,
@@ -118,7 +118,7 @@ struct At<'a> {
 impl At<'_> {
     /// Returns a path for attribute calls, which take no directory before Linux 6.13. The root's path is absolute.
     fn host_path(&self) -> PathBuf {
-        Path::new(DESCRIPTORS).join(self.folder.as_raw_fd().to_string()).join(self.name)
+        Path::new(DESCRIPTORS).join(self.directory.as_raw_fd().to_string()).join(self.name)
     }
 }
 
@@ -139,7 +139,7 @@ pub(crate) fn scan(
     let root = fs::canonicalize(root).doing("look at", root)?;
     let mut walk =
         Walk { tree: Tree::default(), found, known: HashMap::new(), for_composefs, filter, root: root.clone() };
-    let at = At { folder: CWD, name: root.as_os_str(), path: &root };
+    let at = At { directory: CWD, name: root.as_os_str(), path: &root };
     let mut left = vec![(walk.add(at, &found_root)?, FileIdentity::of(&found_root), root)];
     while let Some((node, seen, path)) = left.pop() {
         let directories = walk.list(node, &seen, &path)?;
@@ -162,14 +162,14 @@ struct Walk<'a> {
 impl Walk<'_> {
     /// Lists a directory and adds its entries; returns its subdirectories in order.
     fn list(&mut self, node: NodeId, seen: &FileIdentity, path: &Path) -> Result<Vec<(NodeId, FileIdentity, PathBuf)>> {
-        let mut folder = directory(seen, path)?;
+        let mut directory = open_directory(seen, path)?;
         let mut names: Vec<OsString> = Vec::new();
-        while let Some(entry) = folder.read() {
+        while let Some(entry) = directory.read() {
             let name = entry.doing("list", path)?.file_name().to_bytes().to_vec();
             names.extend(Some(OsString::from_vec(name)).filter(|name| name != "." && name != ".."));
         }
         names.sort_unstable_by(|a, b| a.as_bytes().cmp(b.as_bytes()));
-        let folder = folder.fd().doing("list", path)?;
+        let directory = directory.fd().doing("list", path)?;
         let mut entries = Vec::with_capacity(names.len());
         let mut directories = Vec::new();
         for name in names {
@@ -180,8 +180,8 @@ impl Walk<'_> {
             }
             // Relative to the listed directory: another one may be at the path by now.
             let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-            let found = statx(folder, &name, flags, StatxFlags::BASIC_STATS).doing("look at", &path)?;
-            let child = self.add(At { folder, name: &name, path: &path }, &found)?;
+            let found = statx(directory, &name, flags, StatxFlags::BASIC_STATS).doing("look at", &path)?;
+            let child = self.add(At { directory, name: &name, path: &path }, &found)?;
             if is_dir(&found) {
                 directories.push((child, FileIdentity::of(&found), path.clone()));
             }
@@ -247,7 +247,7 @@ fn content(at: At<'_>, found: &Statx) -> Result<Content> {
     Ok(match FileType::from_raw_mode(found.stx_mode.into()) {
         FileType::Directory => Content::Directory(Vec::new()),
         FileType::Symlink => {
-            let target = match readlinkat(at.folder, at.name, Vec::new()) {
+            let target = match readlinkat(at.directory, at.name, Vec::new()) {
                 // It was a link.
                 Err(Errno::INVAL) => return Err(Error::Changed(at.path.into())),
                 target => target.doing("read the link", at.path)?,
@@ -265,7 +265,7 @@ fn content(at: At<'_>, found: &Statx) -> Result<Content> {
 /// Reads a small file.
 fn read(seen: &FileIdentity, at: At<'_>) -> Result<Vec<u8>> {
     let path = at.path;
-    let mut file = seen.file(openat(at.folder, at.name, UNTRUSTED_OPEN_FLAGS, Mode::empty()), path)?;
+    let mut file = seen.file(openat(at.directory, at.name, UNTRUSTED_OPEN_FLAGS, Mode::empty()), path)?;
     let mut bytes = vec![0; usize::try_from(seen.bytes).unwrap_or_default()];
     file.read_exact(&mut bytes).map_err(|error| unreadable(error, path))?;
     seen.check(&file, path)?;
@@ -350,14 +350,14 @@ mod tests {
             ferry_skip::skip!("only root may hide /proc");
             return;
         }
-        let folder = tempfile::tempdir().expect("folders can be made");
-        fs::write(folder.path().join("file"), "some").expect("files can be made");
+        let directory = tempfile::tempdir().expect("directories can be made");
+        fs::write(directory.path().join("file"), "some").expect("files can be made");
         let mut alone = std::process::Command::new("unshare");
         alone.args(["--mount", "sh", "-c", "mount -t tmpfs none /proc && exec \"$@\"", "sh"]);
         alone.arg(std::env::current_exe().expect("it is there"));
         alone
             .args(["--exact", "build::scan::tests::a_missing_proc_is_an_error", "--nocapture"])
-            .env(TREE, folder.path());
+            .env(TREE, directory.path());
         let told = alone.output().expect("unshare is there");
         assert!(told.status.success(), "{}", String::from_utf8_lossy(&[told.stdout, told.stderr].concat()));
     }
@@ -375,38 +375,38 @@ mod tests {
 
     #[test]
     fn replaced_files_and_directories_are_detected() {
-        let folder = tempfile::tempdir().expect("folders can be made");
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().expect("directories can be made");
+        let at = |name: &str| directory.path().join(name);
         let seen = |path: &Path| {
             let found = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS);
             FileIdentity::of(&found.expect("it is there"))
         };
         let is_changed = |outcome: Result<()>| matches!(outcome, Err(Error::Changed(_)));
         for name in ["one", "two"] {
-            fs::create_dir(at(name)).expect("folders can be made");
+            fs::create_dir(at(name)).expect("directories can be made");
             fs::write(at(name).join("file"), "some").expect("files can be made");
         }
         let (dir, file) = (seen(&at("one")), seen(&at("one/file")));
         let read =
-            |seen: &FileIdentity, path: &Path| super::read(seen, At { folder: CWD, name: path.as_os_str(), path });
+            |seen: &FileIdentity, path: &Path| super::read(seen, At { directory: CWD, name: path.as_os_str(), path });
         assert_eq!(read(&file, &at("one/file")).expect("it is the same"), b"some");
-        directory(&dir, &at("one")).expect("it is the same");
+        open_directory(&dir, &at("one")).expect("it is the same");
         // As if the directory had been replaced by another one, or by a link to it.
         assert!(is_changed(read(&file, &at("two/file")).map(drop)));
-        assert!(is_changed(directory(&dir, &at("two")).map(drop)));
+        assert!(is_changed(open_directory(&dir, &at("two")).map(drop)));
         std::os::unix::fs::symlink(at("one"), at("link")).expect("links can be made");
-        assert!(is_changed(directory(&dir, &at("link")).map(drop)));
+        assert!(is_changed(open_directory(&dir, &at("link")).map(drop)));
         std::os::unix::fs::symlink("file", at("one/link")).expect("links can be made");
         assert!(is_changed(read(&file, &at("one/link")).map(drop)));
-        assert!(is_changed(directory(&dir, &at("one/file")).map(drop)));
+        assert!(is_changed(open_directory(&dir, &at("one/file")).map(drop)));
     }
 
     #[test]
     fn a_directory_that_is_replaced_while_it_is_listed_stays_the_one_that_is_listed() {
-        let folder = tempfile::tempdir().expect("folders can be made");
-        let one = folder.path().join("one");
+        let directory = tempfile::tempdir().expect("directories can be made");
+        let one = directory.path().join("one");
         let make = |what: &str| {
-            fs::create_dir(&one).expect("folders can be made");
+            fs::create_dir(&one).expect("directories can be made");
             std::os::unix::fs::symlink(what, one.join("link")).expect("links can be made");
             fs::write(one.join("file"), what).expect("files can be made");
             let flags = rustix::fs::XattrFlags::empty();
@@ -415,12 +415,12 @@ mod tests {
         };
         make("old");
         let listed = openat(CWD, &one, UNTRUSTED_OPEN_FLAGS, Mode::empty()).expect("it is there");
-        fs::rename(&one, folder.path().join("gone")).expect("folders can be renamed");
+        fs::rename(&one, directory.path().join("gone")).expect("directories can be renamed");
         make("new");
         for name in ["link", "file"] {
-            let at = At { folder: listed.as_fd(), name: OsStr::new(name), path: &one.join(name) };
+            let at = At { directory: listed.as_fd(), name: OsStr::new(name), path: &one.join(name) };
             let flags = AtFlags::SYMLINK_NOFOLLOW;
-            let found = statx(at.folder, name, flags, StatxFlags::BASIC_STATS).expect("it is there");
+            let found = statx(at.directory, name, flags, StatxFlags::BASIC_STATS).expect("it is there");
             let Content::Inline(bytes) = content(at, &found).expect("it is the same") else {
                 panic!("{name} is small")
             };

@@ -151,7 +151,7 @@ pub enum Data<'a> {
     Chunks(ChunkIndex<'a>),
     /// In composefs's object store.
     Object {
-        /// The path below its folder `objects`.
+        /// The path below its directory `objects`.
         path: Option<&'a [u8]>,
         /// The digest of the bytes.
         digest: Option<Digest>,

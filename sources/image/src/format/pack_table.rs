@@ -207,7 +207,7 @@ pub fn read(bytes: &[u8]) -> Result<(Vec<TablePack>, Vec<TableEntry>), TableDama
 }
 
 impl Table {
-    /// Opens the table in a folder of packs; `None` if it is missing or its head is damaged.
+    /// Opens the table in a directory of packs; `None` if it is missing or its head is damaged.
     pub(crate) fn open(packs: &Path) -> io::Result<Option<Self>> {
         let file = match File::open(packs.join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -290,9 +290,9 @@ mod tests {
             let mut sorted = entries.clone();
             sorted.sort_unstable();
             prop_assert_eq!((&read_packs, &read_entries), (&packs, &sorted));
-            let folder = tempfile::tempdir().expect("a folder");
-            std::fs::write(folder.path().join(FILE), &bytes).expect("room");
-            let table = Table::open(folder.path()).expect("it can be read").expect("it is sound");
+            let directory = tempfile::tempdir().expect("a directory");
+            std::fs::write(directory.path().join(FILE), &bytes).expect("room");
+            let table = Table::open(directory.path()).expect("it can be read").expect("it is sound");
             prop_assert_eq!(table.packs(), &packs[..]);
             for entry in &entries {
                 let found = table.find(&Digest::new(Algorithm::Blake3, entry.digest)).expect("it is sound");

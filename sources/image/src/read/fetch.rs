@@ -253,7 +253,7 @@ impl Pack {
     fn copy(&self, absent: &PartialPack, at: usize) -> Result<bool, ObjectError> {
         let object = &self.index.objects[at];
         let Some((pack, from)) = absent.common.elsewhere().find(&object.digest) else { return Ok(false) };
-        let path = layout::packs_folder(&absent.common.store).join(pack.hex());
+        let path = layout::packs_directory(&absent.common.store).join(pack.hex());
         let mut memory = vec![0; usize::try_from(object.bytes).unwrap_or_default()];
         let read = File::open(path).and_then(|file| file.read_exact_at(&mut memory, from));
         if read.is_err() || !object.proves(&memory) {

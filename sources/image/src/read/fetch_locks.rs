@@ -133,8 +133,8 @@ mod tests {
 
     #[test]
     fn one_has_a_range_and_the_next_one_gets_it_when_that_one_ends() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let (one, two) = (FetchLocks::of(folder.path()), FetchLocks::of(folder.path()));
+        let directory = tempfile::tempdir().expect("a directory");
+        let (one, two) = (FetchLocks::of(directory.path()), FetchLocks::of(directory.path()));
         let pack = Algorithm::Blake3.of(b"x");
         let wait = || Progress::Of(0);
         let held = one.take(pack, 10..20, wait).expect("nobody else");

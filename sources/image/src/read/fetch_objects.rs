@@ -86,8 +86,8 @@ impl Files {
 
     /// Makes the names of all fetched objects durable.
     pub(crate) fn complete(&self) -> Result<()> {
-        let folder = File::open(self.folder()).doing("open", self.folder())?;
-        rustix::fs::syncfs(&folder).doing("sync", self.folder())
+        let directory = File::open(self.directory()).doing("open", self.directory())?;
+        rustix::fs::syncfs(&directory).doing("sync", self.directory())
     }
 
     /// Gets claimed objects: those in the store, and by fetching; a large object separately.
@@ -165,7 +165,7 @@ impl Files {
                 return Progress::Done;
             }
             // The file of a large object shows its progress.
-            let coming = self.folder().join(format!("{NEW_PREFIX}{}", absent.objects[run.start].digest.hex()));
+            let coming = self.directory().join(format!("{NEW_PREFIX}{}", absent.objects[run.start].digest.hex()));
             let bytes = fs::metadata(coming).map_or(0, |found| found.len());
             Progress::Of(bytes.wrapping_add((run.start as u64) << 40))
         })?;
@@ -273,7 +273,7 @@ struct Receiver<'a> {
 
 impl<'a> Receiver<'a> {
     fn begin(files: &'a Files, absent: &'a MissingObjects, run: Range<usize>) -> Result<Self> {
-        let new = NewObjects::within(files.folder())?;
+        let new = NewObjects::within(files.directory())?;
         let mut receiver = Self { files, absent, left: run.clone(), current: None, new };
         if absent.is_large(run.start) {
             receiver.current = receiver.resume(run.start)?;
@@ -294,7 +294,7 @@ impl<'a> Receiver<'a> {
     /// Opens the received part of a large object; `None` if another process is fetching it.
     fn resume(&self, at: usize) -> Result<Option<Incoming>> {
         let FileObject { digest, bytes } = self.absent.objects[at];
-        let path = self.files.folder().join(format!("{NEW_PREFIX}{}", digest.hex()));
+        let path = self.files.directory().join(format!("{NEW_PREFIX}{}", digest.hex()));
         let mut file = match layout::lockable_part(&path) {
             // Another user has begun it.
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Ok(None),
@@ -356,7 +356,7 @@ impl<'a> Receiver<'a> {
 
     fn incoming(&mut self) -> io::Result<&mut Incoming> {
         if self.current.is_none() {
-            let NewFile { file, path } = NewFile::begin(self.files.folder()).map_err(of_store)?;
+            let NewFile { file, path } = NewFile::begin(self.files.directory()).map_err(of_store)?;
             let hasher = Hasher::default();
             self.current = Some(Incoming { file, place: PartFile::Temporary(path), hasher, got: 0 });
         }
@@ -373,7 +373,7 @@ impl<'a> Receiver<'a> {
         let path = match place {
             PartFile::Temporary(path) => path,
             PartFile::Resumable(path) => {
-                let new = NewFile::begin(self.files.folder()).map_err(|error| keep(of_store(error)))?;
+                let new = NewFile::begin(self.files.directory()).map_err(|error| keep(of_store(error)))?;
                 fs::rename(&path, &new.path).map_err(keep)?;
                 new.path
             }

@@ -20,7 +20,7 @@ use crate::format::error::{IoContext, Result};
 use crate::store::file_objects::measure;
 use crate::store::fsverity;
 use crate::store::object_error::ObjectError;
-use crate::store::object_list::{self, object_path, objects_folder};
+use crate::store::object_list::{self, object_path, objects_directory};
 
 /// Objects up to this size are verified on open, in a fraction of a millisecond: most opened files are read.
 const SMALL_BYTES: u64 = 128 << 10;
@@ -37,7 +37,7 @@ fn identity(found: &fs::Metadata) -> Identity {
 /// The objects of a store, opened on demand, each verified before its bytes are used.
 #[derive(Debug)]
 pub(crate) struct Files {
-    folder: PathBuf,
+    directory: PathBuf,
     root: OwnedFd,
     state: Mutex<State>,
     /// How missing objects are fetched, if they can be.
@@ -55,28 +55,28 @@ struct State {
 impl Files {
     /// Opens the objects of a store, which this process sees at the path `seen`.
     pub(crate) fn open(store: &Path, seen: &Path, absent: Option<MissingObjects>) -> Result<Self> {
-        let folder = match objects_folder(seen) {
+        let directory = match objects_directory(seen) {
             // A store without objects yet.
             none if none == *seen && absent.is_some() && !object_list::is_store(seen) => {
-                let folder = seen.join("objects");
-                fs::create_dir_all(&folder).doing("make", &folder)?;
-                folder
+                let directory = seen.join("objects");
+                fs::create_dir_all(&directory).doing("make", &directory)?;
+                directory
             }
-            folder => folder,
+            directory => directory,
         };
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let root = rustix::fs::open(&folder, flags, Mode::empty()).doing("use as an object store", &folder)?;
+        let root = rustix::fs::open(&directory, flags, Mode::empty()).doing("use as an object store", &directory)?;
         // Error messages use the store's own path.
-        let folder = folder.strip_prefix(seen).map_or(folder.clone(), |below| store.join(below));
-        Ok(Self { folder, root, state: Mutex::default(), absent, verified_bytes: AtomicU64::new(0) })
+        let directory = directory.strip_prefix(seen).map_or(directory.clone(), |below| store.join(below));
+        Ok(Self { directory, root, state: Mutex::default(), absent, verified_bytes: AtomicU64::new(0) })
     }
 
-    pub(super) fn folder(&self) -> &Path {
-        &self.folder
+    pub(super) fn directory(&self) -> &Path {
+        &self.directory
     }
 
     pub(super) fn path(&self, digest: Digest) -> PathBuf {
-        object_path(&self.folder, digest)
+        object_path(&self.directory, digest)
     }
 
     /// Records that the bytes of a new object are verified.
@@ -117,7 +117,7 @@ impl Files {
     }
 
     fn name(&self, path: &[u8]) -> PathBuf {
-        self.folder.join(std::ffi::OsStr::from_bytes(path))
+        self.directory.join(std::ffi::OsStr::from_bytes(path))
     }
 
     /// As [`Self::find`], if it is in the store.

@@ -54,8 +54,8 @@ impl Objects {
     /// # Errors
     ///
     /// One is missing, or is not what the image names.
-    pub fn open(image: &Image, folder: &Path) -> Result<Self> {
-        Self::open_with(image, folder, None)
+    pub fn open(image: &Image, directory: &Path) -> Result<Self> {
+        Self::open_with(image, directory, None)
     }
 
     /// As [`Self::open`]; with `missing`, packs may be missing or damaged: their indexes are fetched now, and their
@@ -64,12 +64,12 @@ impl Objects {
     /// # Errors
     ///
     /// One is missing and cannot be fetched, or is not what the image names.
-    pub fn open_with(image: &Image, folder: &Path, missing: Option<FetchOptions>) -> Result<Self> {
+    pub fn open_with(image: &Image, directory: &Path, missing: Option<FetchOptions>) -> Result<Self> {
         // The others remain readable.
-        if let Some(Err(error)) = missing.as_ref().map(|missing| repair_packs(image, folder, Some(&*missing.from))) {
+        if let Some(Err(error)) = missing.as_ref().map(|missing| repair_packs(image, directory, Some(&*missing.from))) {
             tracing::warn!("{}: damaged packs in the store are not repaired", told(&error));
         }
-        Self::open_repaired(image, folder, missing)
+        Self::open_repaired(image, directory, missing)
     }
 
     /// As [`Self::open_with`], for a caller that has just repaired the store ([`repair_packs`]).
@@ -77,13 +77,13 @@ impl Objects {
     /// # Errors
     ///
     /// As [`Self::open_with`].
-    pub fn open_repaired(image: &Image, folder: &Path, missing: Option<FetchOptions>) -> Result<Self> {
+    pub fn open_repaired(image: &Image, directory: &Path, missing: Option<FetchOptions>) -> Result<Self> {
         if image.is_composefs() {
-            let files = files(image, (folder, folder), missing)?;
+            let files = files(image, (directory, directory), missing)?;
             return Ok(Self { packs: Vec::new(), files: Some(files), soon: OnceLock::new(), first: OnceLock::new() });
         }
-        let store = Store::open(folder)?;
-        let common = missing.map(|missing| PartialPacks::new(folder, missing));
+        let store = Store::open(directory)?;
+        let common = missing.map(|missing| PartialPacks::new(directory, missing));
         let open = |(number, pack): (usize, &crate::format::data::PackRef)| {
             let index = match &common {
                 Some(common) => match store.index_of_whole(pack.name) {
@@ -102,7 +102,7 @@ impl Objects {
             let claimed = index.blocks.saturating_mul(BLOCK_BYTES as u64);
             if length != claimed || index.blocks != pack.blocks {
                 let reason = format!("has {length} bytes, not {}", pack.blocks * BLOCK_BYTES as u64);
-                return Err(Error::Pack { store: folder.into(), pack: pack.name, reason });
+                return Err(Error::Pack { store: directory.into(), pack: pack.name, reason });
             }
             let fd: OwnedFd = file.try_clone().doing("open", &path)?.into();
             Ok(Arc::new(Pack::new(file, fd, index, pack.ahead)))
@@ -130,10 +130,10 @@ impl Objects {
     /// # Errors
     ///
     /// It cannot be opened.
-    pub(crate) fn open_at(image: &Image, folder: &Path, seen: &Path) -> Result<Self> {
+    pub(crate) fn open_at(image: &Image, directory: &Path, seen: &Path) -> Result<Self> {
         Ok(Self {
             packs: Vec::new(),
-            files: Some(files(image, (folder, seen), None)?),
+            files: Some(files(image, (directory, seen), None)?),
             soon: OnceLock::new(),
             first: OnceLock::new(),
         })
@@ -496,14 +496,14 @@ impl Objects {
 }
 
 /// Opens the object store of a composefs image.
-fn files(image: &Image, (folder, seen): (&Path, &Path), missing: Option<FetchOptions>) -> Result<Files> {
+fn files(image: &Image, (directory, seen): (&Path, &Path), missing: Option<FetchOptions>) -> Result<Files> {
     if missing.as_ref().is_some_and(|missing| missing.cache_bytes.is_some()) {
         return Err(Error::NoLimit);
     }
     let damaged =
         |bad: ObjectError| Error::Fetch { what: "the objects of the image".into(), source: io::Error::other(bad) };
-    let absent = missing.map(|missing| MissingObjects::new(image, folder, missing)).transpose().map_err(damaged)?;
-    Files::open(folder, seen, absent)
+    let absent = missing.map(|missing| MissingObjects::new(image, directory, missing)).transpose().map_err(damaged)?;
+    Files::open(directory, seen, absent)
 }
 
 /// Returns the objects that overlap a range of a pack.

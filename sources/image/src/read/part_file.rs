@@ -36,9 +36,9 @@ pub(crate) fn open(common: &Arc<PartialPacks>, store: &Store, number: usize, wan
     let pack = wanted.name;
     let is_whole = || if store.index_of_whole(pack).is_some() { Progress::Done } else { Progress::Of(0) };
     let Some(_lock) = common.locks.take(pack, WHOLE, is_whole) else { return Ok(None) };
-    let folder = layout::packs_folder(&common.store);
+    let directory = layout::packs_directory(&common.store);
     let index = index(common, wanted)?;
-    let path = folder.join(format!("{}{PART_SUFFIX}", pack.hex()));
+    let path = directory.join(format!("{}{PART_SUFFIX}", pack.hex()));
     let flawed = |reason: &str| Error::Pack { store: common.store.clone(), pack, reason: reason.into() };
     if index.blocks != wanted.blocks {
         return Err(flawed(&format!("its index tells of {} blocks, the image of {}", index.blocks, wanted.blocks)));
@@ -78,7 +78,7 @@ fn adopt(file: &File, index: &Index, number: usize, limit: &CacheLimit) -> io::R
 /// Returns the verified index of a pack, from the store or fetched.
 fn index(common: &PartialPacks, wanted: &PackRef) -> Result<Index> {
     let pack = wanted.name;
-    let path = layout::packs_folder(&common.store).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
+    let path = layout::packs_directory(&common.store).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
     if let Ok(bytes) = fs::read(&path)
         && let Ok(index) = Index::of(&common.store, pack, &bytes)
     {
@@ -90,7 +90,7 @@ fn index(common: &PartialPacks, wanted: &PackRef) -> Result<Index> {
     let fetched = common.missing.from.index(pack, bytes_max);
     let bytes = fetched.map_err(|source| Error::Fetch { what: format!("the index of the pack {pack}"), source })?;
     let index = Index::of(&common.store, pack, &bytes)?;
-    let mut new = NewFile::begin(new_file::folder_of(&path))?;
+    let mut new = NewFile::begin(new_file::directory_of(&path))?;
     new.file.write_all(&bytes).doing("write to", &*new.path)?;
     new.keep(&path)?;
     Ok(index)
@@ -120,8 +120,8 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
 
 /// Completes a pack as a build does: durable first, the index last. One of several processes does it.
 pub(crate) fn complete(pack: &Pack, common: &PartialPacks) -> Result<()> {
-    let folder = layout::packs_folder(&common.store);
-    let at = |suffix: &str| folder.join(format!("{}{suffix}", pack.index.pack.hex()));
+    let directory = layout::packs_directory(&common.store);
+    let at = |suffix: &str| directory.join(format!("{}{suffix}", pack.index.pack.hex()));
     let (name, part, index) = (at(""), at(PART_SUFFIX), at(INDEX_SUFFIX));
     let is_ours = |path: &Path| {
         let (found, ours) = (fs::metadata(path), pack.file.metadata());
@@ -132,7 +132,7 @@ pub(crate) fn complete(pack: &Pack, common: &PartialPacks) -> Result<()> {
     // A collection of garbage would remove what has no name yet.
     let _store = Store::open(&common.store)?;
     // First what can fail for want of room: a pack without an index would be fetched again.
-    let mut new = NewFile::begin(&folder)?;
+    let mut new = NewFile::begin(&directory)?;
     new.file.write_all(&pack.index.to_bytes()).doing("write to", &*new.path)?;
     new.file.sync_all().doing("sync", &*new.path)?;
     pack.file.sync_all().doing("sync", &part)?;

@@ -23,7 +23,7 @@ use crate::format::walk::each_file;
 use crate::store::fetch::RUN_BYTES_MAX;
 use crate::store::new_file::UNTRUSTED_OPEN_FLAGS;
 use crate::store::object_error::ObjectError;
-use crate::store::object_list::objects_folder;
+use crate::store::object_list::objects_directory;
 use crate::store::parallel;
 
 /// From this length on, in bytes, the received part of an object is kept for the next attempt.
@@ -79,12 +79,12 @@ fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> Result<Fil
 /// because the length alone is only the image's claim. An unreadable object may be intact and stays; it is an error
 /// after the others were checked.
 pub(crate) fn remove_damaged(image: &Image, store: &Path) -> Result<usize> {
-    let folder = objects_folder(store);
-    let objects = file_objects(image).map_err(io::Error::other).doing("look for the image's objects in", &folder)?;
+    let directory = objects_directory(store);
+    let objects = file_objects(image).map_err(io::Error::other).doing("look for the image's objects in", &directory)?;
     let (removed, unread) = (AtomicUsize::new(0), OnceLock::new());
     parallel::each(objects.len(), |at| {
         let digest = objects[at].digest;
-        let path = folder.join(OsStr::from_bytes(&path_of(digest)));
+        let path = directory.join(OsStr::from_bytes(&path_of(digest)));
         let file = match openat(CWD, &path, UNTRUSTED_OPEN_FLAGS, Mode::empty()) {
             Err(Errno::NOENT) => return Ok(()),
             opened => File::from(opened.doing("open", &path)?),

@@ -25,7 +25,7 @@ use crate::store::usage::{ObjectLocation, object_locations};
 /// An exclusively locked store: builds wait until this is dropped.
 #[derive(Debug)]
 pub struct ExclusiveStore {
-    folder: PathBuf,
+    directory: PathBuf,
     _lock: File,
 }
 
@@ -34,7 +34,7 @@ pub struct ExclusiveStore {
 pub struct LiveSet {
     /// Packs.
     pub packs: BTreeSet<Digest>,
-    /// Files in composefs's folder of objects.
+    /// Files in composefs's directory of objects.
     pub objects: BTreeSet<Vec<u8>>,
 }
 
@@ -72,7 +72,7 @@ pub struct GcReport {
     pub kept: usize,
     /// Referenced packs that are missing.
     pub missing: Vec<Digest>,
-    /// The files in composefs's folder of objects.
+    /// The files in composefs's directory of objects.
     pub objects: Objects,
 }
 
@@ -95,9 +95,9 @@ impl ExclusiveStore {
     /// # Errors
     ///
     /// There is none, or it is read-only.
-    pub fn lock(folder: &Path, waiting: &dyn Fn()) -> Result<Self> {
-        packs::is_store(folder)?;
-        let path = layout::lock_path(folder);
+    pub fn lock(directory: &Path, waiting: &dyn Fn()) -> Result<Self> {
+        packs::is_store(directory)?;
+        let path = layout::lock_path(directory);
         let lock = layout::lockable(File::options().create(true).append(true), &path).doing("open", &path)?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => {
@@ -106,7 +106,7 @@ impl ExclusiveStore {
             }
             outcome => outcome.doing("lock", &path)?,
         }
-        Ok(Self { folder: folder.into(), _lock: lock })
+        Ok(Self { directory: directory.into(), _lock: lock })
     }
 
     /// Removes everything except referenced packs and objects, and those made or used within the grace period: their
@@ -116,7 +116,7 @@ impl ExclusiveStore {
     ///
     /// # Errors
     ///
-    /// The folder cannot be read, or something cannot be removed.
+    /// The directory cannot be read, or something cannot be removed.
     pub fn collect(&self, needed: &LiveSet, grace: Duration, dry: bool) -> Result<GcReport> {
         let mut collected = self.collect_packs(&needed.packs, grace, dry)?;
         self.collect_objects(&needed.objects, grace, dry, &mut collected)?;
@@ -132,7 +132,7 @@ impl ExclusiveStore {
         collected: &mut GcReport,
     ) -> Result<()> {
         let mut missing = needed.clone();
-        for StoredFile { name, path, metadata } in object_list::list(&self.folder)? {
+        for StoredFile { name, path, metadata } in object_list::list(&self.directory)? {
             let objects = &mut collected.objects;
             if name.as_ref().is_some_and(|name| missing.remove(name)) {
                 objects.kept += 1;
@@ -160,18 +160,18 @@ impl ExclusiveStore {
     }
 
     fn collect_packs(&self, needed: &BTreeSet<Digest>, grace: Duration, dry: bool) -> Result<GcReport> {
-        let folder = layout::packs_folder(&self.folder);
+        let directory = layout::packs_directory(&self.directory);
         let mut collected = GcReport::default();
-        if !folder.is_dir() {
+        if !directory.is_dir() {
             collected.missing = needed.iter().copied().collect();
             return Ok(collected);
         }
         let (mut old, mut indexes) = (Vec::new(), HashSet::new());
         let mut young: BTreeSet<Digest> = BTreeSet::new();
-        for entry in fs::read_dir(&folder).doing("list", &folder)? {
-            let name = entry.doing("list", &folder)?.file_name();
+        for entry in fs::read_dir(&directory).doing("list", &directory)? {
+            let name = entry.doing("list", &directory)?.file_name();
             let Some(kind) = Kind::of(&name) else { continue };
-            let path = folder.join(&name);
+            let path = directory.join(&name);
             let metadata = match fs::symlink_metadata(&path) {
                 // Removed or renamed by a program without the lock.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
@@ -224,7 +224,7 @@ impl ExclusiveStore {
             }
         }
         if !dry {
-            File::open(&folder).and_then(|folder| folder.sync_all()).doing("sync", &folder)?;
+            File::open(&directory).and_then(|directory| directory.sync_all()).doing("sync", &directory)?;
         }
         Ok(collected)
     }
@@ -234,7 +234,7 @@ fn is_refused(error: &Error) -> bool {
     matches!(error, Error::Io { source, .. } if source.kind() == ErrorKind::PermissionDenied)
 }
 
-/// Removes a file, or a folder with all that is in it; returns whether it existed.
+/// Removes a file, or a directory with all that is in it; returns whether it existed.
 fn remove(path: &Path) -> Result<bool> {
     let removed = match fs::remove_file(path) {
         Err(error) if error.kind() == ErrorKind::IsADirectory => fs::remove_dir_all(path),
@@ -250,29 +250,29 @@ fn disk_bytes(metadata: &Metadata) -> u64 {
     metadata.blocks() * 512
 }
 
-/// Returns the disk space of what is in a folder, in bytes, as far as it can be looked at. Other users may change it meanwhile.
-fn tree_bytes(folder: &Path) -> u64 {
+/// Returns the disk space of what is in a directory, in bytes, as far as it can be looked at. Other users may change it meanwhile.
+fn tree_bytes(directory: &Path) -> u64 {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let Ok(top) = openat(CWD, folder, flags, Mode::empty()) else { return 0 };
-    let (mut bytes, mut folders) = (0, vec![PathBuf::from(".")]);
-    while let Some(folder) = folders.pop() {
+    let Ok(top) = openat(CWD, directory, flags, Mode::empty()) else { return 0 };
+    let (mut bytes, mut directories) = (0, vec![PathBuf::from(".")]);
+    while let Some(directory) = directories.pop() {
         // No link is followed.
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-        let entries = openat2(&top, &folder, flags, Mode::empty(), resolve).and_then(Dir::new);
+        let entries = openat2(&top, &directory, flags, Mode::empty(), resolve).and_then(Dir::new);
         let entries = entries.into_iter().flatten().flatten();
         for name in entries.map(|entry| entry.file_name().to_owned()).filter(|name| ![c".", c".."].contains(&&**name)) {
-            let path = folder.join(OsStr::from_bytes(name.to_bytes()));
+            let path = directory.join(OsStr::from_bytes(name.to_bytes()));
             let Ok(found) = statat(&top, &path, AtFlags::SYMLINK_NOFOLLOW) else { continue };
             bytes += found.st_blocks.cast_unsigned() * 512;
             if FileType::from_raw_mode(found.st_mode) == FileType::Directory {
-                folders.push(path);
+                directories.push(path);
             }
         }
     }
     bytes
 }
 
-/// The type of a file in the folder of packs; in the order of removal.
+/// The type of a file in the directory of packs; in the order of removal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Index(Digest),
@@ -281,7 +281,7 @@ enum Kind {
     Note(Digest),
     /// The fetched part of a pack, or its index.
     Part(Digest),
-    /// An unfinished file of a build, or the folder of an unfinished download.
+    /// An unfinished file of a build, or the directory of an unfinished download.
     New,
 }
 

@@ -22,11 +22,11 @@ pub(crate) const PART_SUFFIX: &str = ".part";
 pub(crate) const DAMAGED_SUFFIX: &str = ".damaged";
 
 /// Returns the path of the store's lock.
-pub(crate) fn lock_path(folder: &Path) -> PathBuf {
-    folder.join("lock")
+pub(crate) fn lock_path(directory: &Path) -> PathBuf {
+    directory.join("lock")
 }
 
-/// Opens or creates a lock file. Only users with write permission for its folder may open it, because a lock of another user would
+/// Opens or creates a lock file. Only users with write permission for its directory may open it, because a lock of another user would
 /// block all processes.
 pub(crate) fn lockable(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let writers = fs::metadata(path.parent().unwrap_or(Path::new(".")))?.mode() & 0o022;
@@ -58,32 +58,32 @@ pub(crate) fn lockable_part(path: &Path) -> io::Result<File> {
     }
 }
 
-pub(crate) fn packs_folder(folder: &Path) -> PathBuf {
-    folder.join("packs")
+pub(crate) fn packs_directory(directory: &Path) -> PathBuf {
+    directory.join("packs")
 }
 
 /// Returns the path of a pack's record of damage.
-pub(crate) fn damage_path(folder: &Path, pack: Digest) -> PathBuf {
-    packs_folder(folder).join(format!("{}{DAMAGED_SUFFIX}", pack.hex()))
+pub(crate) fn damage_path(directory: &Path, pack: Digest) -> PathBuf {
+    packs_directory(directory).join(format!("{}{DAMAGED_SUFFIX}", pack.hex()))
 }
 
-pub(crate) fn index_path(folder: &Path, pack: Digest) -> PathBuf {
-    packs_folder(folder).join(format!("{}{INDEX_SUFFIX}", pack.hex()))
+pub(crate) fn index_path(directory: &Path, pack: Digest) -> PathBuf {
+    packs_directory(directory).join(format!("{}{INDEX_SUFFIX}", pack.hex()))
 }
 
 /// Reads the index of a pack, and verifies it by the pack's name.
-pub(crate) fn read_index(folder: &Path, pack: Digest) -> Result<Index> {
-    let path = index_path(folder, pack);
+pub(crate) fn read_index(directory: &Path, pack: Digest) -> Result<Index> {
+    let path = index_path(directory, pack);
     let mut bytes = Vec::new();
     let file = File::open(&path).doing("open", &path)?;
     file.take(INDEX_BYTES_MAX).read_to_end(&mut bytes).doing("read", &path)?;
-    Index::of(folder, pack, &bytes)
+    Index::of(directory, pack, &bytes)
 }
 
 /// Returns whether a pack has the length in its index.
-pub(crate) fn is_whole(folder: &Path, index: &Index) -> bool {
+pub(crate) fn is_whole(directory: &Path, index: &Index) -> bool {
     let bytes = index.blocks.saturating_mul(BLOCK_BYTES as u64);
-    fs::metadata(packs_folder(folder).join(index.pack.hex())).is_ok_and(|metadata| metadata.len() == bytes)
+    fs::metadata(packs_directory(directory).join(index.pack.hex())).is_ok_and(|metadata| metadata.len() == bytes)
 }
 
 /// The files of a store.

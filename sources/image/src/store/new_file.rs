@@ -20,9 +20,10 @@ pub(crate) struct NewFile {
 }
 
 impl NewFile {
-    /// Creates a file in this folder.
-    pub(crate) fn begin(folder: &Path) -> Result<Self> {
-        let file = tempfile::Builder::new().prefix(NEW_PREFIX).tempfile_in(folder).doing("make a file in", folder)?;
+    /// Creates a file in this directory.
+    pub(crate) fn begin(directory: &Path) -> Result<Self> {
+        let file =
+            tempfile::Builder::new().prefix(NEW_PREFIX).tempfile_in(directory).doing("make a file in", directory)?;
         let (file, path) = file.into_parts();
         Ok(Self { file, path })
     }
@@ -57,13 +58,13 @@ impl NewFile {
     /// Gives a durable file its name.
     fn name(path: TempPath, name: &Path) -> Result<()> {
         path.persist(name).map_err(|error| error.error).doing("make", name)?;
-        let folder = folder_of(name);
-        File::open(folder).and_then(|folder| folder.sync_all()).doing("sync", folder)
+        let directory = directory_of(name);
+        File::open(directory).and_then(|directory| directory.sync_all()).doing("sync", directory)
     }
 }
 
-/// Returns the folder of a file.
-pub(crate) fn folder_of(name: &Path) -> &Path {
+/// Returns the directory of a file.
+pub(crate) fn directory_of(name: &Path) -> &Path {
     name.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 

@@ -27,7 +27,7 @@ const PIECE_BYTES: usize = 1 << 20;
 
 /// Objects that are being added. They get names when all are durable, so a killed build leaves only `.new-` files.
 pub(crate) struct NewObjects {
-    folder: PathBuf,
+    directory: PathBuf,
     known: HashSet<Digest>,
     added: Vec<(Digest, TempPath)>,
     /// Bytes that were not there before.
@@ -39,10 +39,10 @@ impl NewObjects {
         Self::within(&store.join("objects"))
     }
 
-    /// As [`Self::begin`], with the folder of objects itself.
-    pub(crate) fn within(folder: &Path) -> Result<Self> {
-        fs::create_dir_all(folder).doing("make", folder)?;
-        Ok(Self { folder: folder.into(), known: HashSet::new(), added: Vec::new(), new_bytes: 0 })
+    /// As [`Self::begin`], with the directory of objects itself.
+    pub(crate) fn within(directory: &Path) -> Result<Self> {
+        fs::create_dir_all(directory).doing("make", directory)?;
+        Ok(Self { directory: directory.into(), known: HashSet::new(), added: Vec::new(), new_bytes: 0 })
     }
 
     /// Returns whether an object is to be added. One with another length is damaged and is replaced; a valid one is
@@ -51,7 +51,7 @@ impl NewObjects {
         if !self.known.insert(digest) {
             return false;
         }
-        let path = object_path(&self.folder, digest);
+        let path = object_path(&self.directory, digest);
         match fs::symlink_metadata(&path) {
             Ok(found) if found.is_file() && found.len() == bytes => {
                 freshen(&path, &found);
@@ -66,7 +66,7 @@ impl NewObjects {
         if !self.wants(digest, bytes.len() as u64) {
             return Ok(());
         }
-        let mut new = NewFile::begin(&self.folder)?;
+        let mut new = NewFile::begin(&self.directory)?;
         new.file.write_all(bytes).doing("write to", &*new.path)?;
         self.keep(digest, bytes.len() as u64, new);
         Ok(())
@@ -86,7 +86,7 @@ impl NewObjects {
         if !source.metadata().doing("look at", path)?.is_file() {
             return Err(Error::Changed(path.into()));
         }
-        let mut new = NewFile::begin(&self.folder)?;
+        let mut new = NewFile::begin(&self.directory)?;
         if rustix::fs::ioctl_ficlone(&new.file, &source).is_err() {
             copy(&mut source, &mut new.file, bytes).doing("copy", path)?;
         }
@@ -111,15 +111,15 @@ impl NewObjects {
 
     /// Makes all durable, then their names.
     pub(crate) fn finish(self) -> Result<()> {
-        let path = self.folder.clone();
-        let folder = File::open(&path).doing("open", &path)?;
+        let path = self.directory.clone();
+        let directory = File::open(&path).doing("open", &path)?;
         self.publish(|_, _| {})?;
-        rustix::fs::syncfs(&folder).doing("sync", &path)
+        rustix::fs::syncfs(&directory).doing("sync", &path)
     }
 
     /// Makes all durable and gives them their names; `named` is called for each.
     pub(crate) fn publish(self, mut named: impl FnMut(Digest, &Path)) -> Result<()> {
-        let folder = File::open(&self.folder).doing("open", &self.folder)?;
+        let directory = File::open(&self.directory).doing("open", &self.directory)?;
         let few = self.added.len() <= FEW;
         let mut has_verity = true;
         for (_, path) in &self.added {
@@ -135,11 +135,11 @@ impl NewObjects {
             }
         }
         if !few {
-            rustix::fs::syncfs(&folder).doing("sync", &self.folder)?;
+            rustix::fs::syncfs(&directory).doing("sync", &self.directory)?;
         }
         for (digest, path) in self.added {
-            let target = object_path(&self.folder, digest);
-            let parent = crate::store::new_file::folder_of(&target);
+            let target = object_path(&self.directory, digest);
+            let parent = crate::store::new_file::directory_of(&target);
             fs::create_dir_all(parent).doing("make", parent)?;
             path.persist(&target).map_err(|error| error.error).doing("make", &target)?;
             named(digest, &target);
@@ -188,12 +188,12 @@ mod tests {
 
     #[test]
     fn a_replacement_of_a_hashed_file_is_not_opened() {
-        let folder = tempfile::tempdir().expect("folders can be made");
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().expect("directories can be made");
+        let at = |name: &str| directory.path().join(name);
         fs::write(at("file"), "bytes").expect("files can be made");
         std::os::unix::fs::symlink("file", at("link")).expect("links can be made");
         mknodat(rustix::fs::CWD, at("pipe"), FileType::Fifo, Mode::from_raw_mode(0o600), 0).expect("pipes can be made");
-        let mut objects = NewObjects::within(&at("objects")).expect("folders can be made");
+        let mut objects = NewObjects::within(&at("objects")).expect("directories can be made");
         for name in ["link", "pipe"] {
             let digest = Algorithm::Verity.of(name.as_bytes());
             let outcome = objects.add_file(digest, 5, &at(name));
@@ -202,14 +202,14 @@ mod tests {
         objects.add_file(Algorithm::Verity.of(b"bytes"), 5, &at("file")).expect("it is the same");
     }
 
-    /// Whoever may write to the folder must not have the mode of another file changed.
+    /// Whoever may write to the directory must not have the mode of another file changed.
     #[test]
     fn a_replaced_temporary_object_keeps_its_mode() {
-        let folder = tempfile::tempdir().expect("folders can be made");
-        let at = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().expect("directories can be made");
+        let at = |name: &str| directory.path().join(name);
         fs::write(at("secret"), "bytes").expect("files can be made");
         fs::set_permissions(at("secret"), fs::Permissions::from_mode(0o600)).expect("modes can be changed");
-        let mut objects = NewObjects::within(&at("objects")).expect("folders can be made");
+        let mut objects = NewObjects::within(&at("objects")).expect("directories can be made");
         objects.add(Algorithm::Verity.of(b"bytes"), b"bytes").expect("it can be written");
         let new = objects.added[0].1.to_path_buf();
         fs::remove_file(&new).and_then(|()| std::os::unix::fs::symlink(at("secret"), &new)).expect("links can be made");

@@ -18,7 +18,7 @@ use crate::format::index::WHOLE_PACK;
 use crate::format::object::record;
 use crate::format::verity::{Hasher, hash_block};
 use crate::store::batch::{Batch, Chunk};
-use crate::store::layout::packs_folder;
+use crate::store::layout::packs_directory;
 use crate::store::new_file::NewFile;
 use crate::store::packs::Store;
 
@@ -80,8 +80,8 @@ impl Writeback {
 impl NewPack {
     /// Begins a pack, with its fs-verity digest in the index or not.
     pub(crate) fn begin(store: &Arc<Store>, has_verity: bool) -> Result<Self> {
-        let folder = packs_folder(store.folder());
-        let NewFile { file, path } = NewFile::begin(&folder)?;
+        let directory = packs_directory(store.directory());
+        let NewFile { file, path } = NewFile::begin(&directory)?;
         let is_direct = set_direct(&file, true);
         let (store, index, verity) = (Arc::clone(store), Vec::new(), has_verity.then(Hasher::default));
         Ok(Self { store, file, path, index, blocks: 0, verity, is_direct, writeback: None })
@@ -156,7 +156,7 @@ impl NewPack {
         let (store, path, file) = (self.store, self.path, self.file);
         file.set_len(self.blocks * BLOCK_BYTES as u64).doing("write to", &*path)?;
         NewFile { file, path }.keep_sealed(&store.pack_path(pack), verity)?;
-        let mut index = NewFile::begin(&packs_folder(&store.folder))?;
+        let mut index = NewFile::begin(&packs_directory(&store.directory))?;
         index.file.write_all(&self.index).doing("write to", &*index.path)?;
         index.keep(&store.index_path(pack))?;
         Ok(Some(pack))

@@ -12,7 +12,7 @@ use crate::store::new_file::NEW_PREFIX;
 
 /// A file of an object store.
 pub(crate) struct StoredFile {
-    /// Its name in the store's folder of objects, `xx/yyyy...`; `None` for an incomplete file.
+    /// Its name in the store's directory of objects, `xx/yyyy...`; `None` for an incomplete file.
     pub name: Option<Vec<u8>>,
     pub path: PathBuf,
     pub metadata: Metadata,
@@ -22,7 +22,7 @@ fn is_hex(name: &[u8], digits: usize) -> bool {
     name.len() == digits && name.iter().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Returns whether a folder is an object store.
+/// Returns whether a directory is an object store.
 pub(crate) fn is_store(store: &Path) -> bool {
     store.join("objects").is_dir()
         || fs::read_dir(store).is_ok_and(|mut entries| {
@@ -32,9 +32,9 @@ pub(crate) fn is_store(store: &Path) -> bool {
 
 /// Returns all objects, and incomplete files of builds. Other files, and files removed meanwhile, are omitted.
 pub(crate) fn list(store: &Path) -> Result<Vec<StoredFile>> {
-    let folder = objects_folder(store);
+    let directory = objects_directory(store);
     let mut found = Vec::new();
-    each(&folder, &mut |name, path| {
+    each(&directory, &mut |name, path| {
         if name.starts_with(NEW_PREFIX.as_bytes()) {
             return add(&mut found, None, path);
         }
@@ -49,14 +49,14 @@ pub(crate) fn list(store: &Path) -> Result<Vec<StoredFile>> {
     Ok(found)
 }
 
-/// Calls `call` with each name in a folder; a missing folder has none.
-fn each(folder: &Path, call: &mut dyn FnMut(&[u8], PathBuf) -> Result<()>) -> Result<()> {
-    let entries = match fs::read_dir(folder) {
+/// Calls `call` with each name in a directory; a missing directory has none.
+fn each(directory: &Path, call: &mut dyn FnMut(&[u8], PathBuf) -> Result<()>) -> Result<()> {
+    let entries = match fs::read_dir(directory) {
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(()),
-        entries => entries.doing("list", folder)?,
+        entries => entries.doing("list", directory)?,
     };
     for entry in entries {
-        let entry = entry.doing("list", folder)?;
+        let entry = entry.doing("list", directory)?;
         call(entry.file_name().as_bytes(), entry.path())?;
     }
     Ok(())
@@ -75,12 +75,12 @@ fn add(found: &mut Vec<StoredFile>, name: Option<Vec<u8>>, path: PathBuf) -> Res
     Ok(())
 }
 
-/// Returns the folder of a store's objects: `objects`, or the store itself, as of `mkcomposefs --digest-store`.
-pub fn objects_folder(store: &Path) -> PathBuf {
+/// Returns the directory of a store's objects: `objects`, or the store itself, as of `mkcomposefs --digest-store`.
+pub fn objects_directory(store: &Path) -> PathBuf {
     let objects = store.join("objects");
     if objects.is_dir() { objects } else { store.into() }
 }
 
-pub(crate) fn object_path(folder: &Path, digest: Digest) -> PathBuf {
-    folder.join(std::ffi::OsStr::from_bytes(&path_of(digest)))
+pub(crate) fn object_path(directory: &Path, digest: Digest) -> PathBuf {
+    directory.join(std::ffi::OsStr::from_bytes(&path_of(digest)))
 }

@@ -31,7 +31,8 @@ use crate::format::image::Image;
 use crate::format::index::{Index, pack_name};
 use crate::format::layer_index::LayerBlob;
 use crate::store::layout::{
-    self, DAMAGED_SUFFIX, INDEX_SUFFIX, Listing, PART_SUFFIX, index_path, is_whole, lock_path, packs_folder, read_index,
+    self, DAMAGED_SUFFIX, INDEX_SUFFIX, Listing, PART_SUFFIX, index_path, is_whole, lock_path, packs_directory,
+    read_index,
 };
 use crate::store::new_file::NEW_PREFIX;
 use crate::store::object_list;
@@ -42,18 +43,18 @@ const AHEAD_BYTES_MAX: u64 = 1 << 30;
 /// The step of read-ahead in bytes: the usual maximum per request to the kernel.
 const AHEAD_STEP_BYTES: usize = 128 << 10;
 
-/// Returns an error unless a folder contains packs or objects.
-pub(crate) fn is_store(folder: &Path) -> Result<()> {
-    match fs::metadata(packs_folder(folder)) {
-        Err(_) if object_list::is_store(folder) => Ok(()),
-        found => found.map(drop).doing("use as a store", folder),
+/// Returns an error unless a directory contains packs or objects.
+pub(crate) fn is_store(directory: &Path) -> Result<()> {
+    match fs::metadata(packs_directory(directory)) {
+        Err(_) if object_list::is_store(directory) => Ok(()),
+        found => found.map(drop).doing("use as a store", directory),
     }
 }
 
-/// A folder of packs.
+/// A directory of packs.
 #[derive(Debug)]
 pub struct Store {
-    pub(crate) folder: PathBuf,
+    pub(crate) directory: PathBuf,
     /// Prevents others from removing packs.
     _lock: File,
 }
@@ -63,19 +64,19 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// The folder cannot be created or used.
-    pub fn create(folder: &Path) -> Result<Self> {
-        fs::create_dir_all(packs_folder(folder)).doing("make", packs_folder(folder))?;
-        Self::open(folder)
+    /// The directory cannot be created or used.
+    pub fn create(directory: &Path) -> Result<Self> {
+        fs::create_dir_all(packs_directory(directory)).doing("make", packs_directory(directory))?;
+        Self::open(directory)
     }
 
     /// Opens a store.
     ///
     /// # Errors
     /// There is none, or it cannot be used.
-    pub fn open(folder: &Path) -> Result<Self> {
-        let path = lock_path(folder);
-        is_store(folder)?;
+    pub fn open(directory: &Path) -> Result<Self> {
+        let path = lock_path(directory);
+        is_store(directory)?;
         // A read-only store is usable; one without a lock file never was writable, so its packs are not removed.
         let made = layout::lockable(File::options().create(true).append(true), &path);
         let is_read_only = |error: &io::Error| {
@@ -86,30 +87,30 @@ impl Store {
             false => Err(error),
         });
         let lock = match opened {
-            Err(error) if is_read_only(&error) => File::open(folder).doing("open", folder)?,
+            Err(error) if is_read_only(&error) => File::open(directory).doing("open", directory)?,
             opened => opened.doing("open", &path)?,
         };
         rustix::fs::flock(&lock, FlockOperation::LockShared).doing("lock", &path)?;
-        Ok(Self { folder: folder.into(), _lock: lock })
+        Ok(Self { directory: directory.into(), _lock: lock })
     }
 
-    pub(crate) fn folder(&self) -> &Path {
-        &self.folder
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
     }
 
-    /// Makes a folder for files that are needed for a while. If the process is killed, garbage collection removes it.
+    /// Makes a directory for files that are needed for a while. If the process is killed, garbage collection removes it.
     ///
     /// # Errors
     ///
     /// It cannot be made.
-    pub fn temporary_folder(&self) -> Result<TempDir> {
-        let parent = packs_folder(&self.folder);
-        tempfile::Builder::new().prefix(NEW_PREFIX).tempdir_in(&parent).doing("make a folder in", &parent)
+    pub fn temporary_directory(&self) -> Result<TempDir> {
+        let parent = packs_directory(&self.directory);
+        tempfile::Builder::new().prefix(NEW_PREFIX).tempdir_in(&parent).doing("make a directory in", &parent)
     }
 
     /// Returns the path of a pack.
     pub fn pack_path(&self, pack: Digest) -> PathBuf {
-        packs_folder(&self.folder).join(pack.hex())
+        packs_directory(&self.directory).join(pack.hex())
     }
 
     /// Returns whether a pack is complete.
@@ -123,7 +124,7 @@ impl Store {
     }
 
     pub(crate) fn index_path(&self, pack: Digest) -> PathBuf {
-        index_path(&self.folder, pack)
+        index_path(&self.directory, pack)
     }
 
     /// Reads a pack's index, and verifies it by the pack's name.
@@ -132,13 +133,13 @@ impl Store {
     ///
     /// It is missing or damaged.
     pub fn index(&self, pack: Digest) -> Result<Index> {
-        read_index(&self.folder, pack)
+        read_index(&self.directory, pack)
     }
 
     /// Returns the layer whose files a pack has, complete or not; `None` for other packs, and for unknown ones.
     pub fn layer_of(&self, pack: Digest) -> Option<LayerBlob> {
         let part = || fs::read(self.part_index_path(pack)).ok();
-        let index = self.index(pack).ok().or_else(|| Index::of(&self.folder, pack, &part()?).ok())?;
+        let index = self.index(pack).ok().or_else(|| Index::of(&self.directory, pack, &part()?).ok())?;
         index.layer
     }
 
@@ -148,7 +149,7 @@ impl Store {
     }
 
     fn part_index_path(&self, pack: Digest) -> PathBuf {
-        packs_folder(&self.folder).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()))
+        packs_directory(&self.directory).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()))
     }
 
     /// Returns all packs by name. A pack without an index is being written or removed.
@@ -158,14 +159,14 @@ impl Store {
 
     /// Returns what it contains, by file names.
     pub(crate) fn list(&self) -> Result<Listing> {
-        let folder = packs_folder(&self.folder);
+        let directory = packs_directory(&self.directory);
         let mut listing = Listing::default();
-        let entries = match fs::read_dir(&folder) {
+        let entries = match fs::read_dir(&directory) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(listing),
-            entries => entries.doing("list", &folder)?,
+            entries => entries.doing("list", &directory)?,
         };
         for entry in entries {
-            let name = entry.doing("list", &folder)?.file_name();
+            let name = entry.doing("list", &directory)?.file_name();
             let name = name.as_encoded_bytes();
             let named = |suffix: &str| name.strip_suffix(suffix.as_bytes()).and_then(pack_name);
             listing.packs.extend(named(INDEX_SUFFIX));
@@ -178,12 +179,12 @@ impl Store {
     /// Returns the locations of all undamaged objects, or of those in packs with an fs-verity digest; for one in several
     /// packs that in the first pack by name.
     pub(crate) fn places(&self, with_verity: bool) -> Result<StorePlaces> {
-        Ok(StorePlaces::open(&self.folder, self.list()?, with_verity))
+        Ok(StorePlaces::open(&self.directory, self.list()?, with_verity))
     }
 
     /// Returns whether a pack has the length in its index.
     pub(crate) fn is_whole(&self, index: &Index) -> bool {
-        is_whole(&self.folder, index)
+        is_whole(&self.directory, index)
     }
 
     /// Requests the kernel to read a pack ahead, up to a maximum.
@@ -217,11 +218,11 @@ impl Image {
     /// # Errors
     ///
     /// The image has another tree, or a pack's index is missing or damaged.
-    pub fn verify_tree(&self, folder: &Path) -> Result<()> {
+    pub fn verify_tree(&self, directory: &Path) -> Result<()> {
         if self.is_composefs() || (self.expected_tree().is_none() && self.tree().is_none()) {
             return Ok(());
         }
-        let store = Store::open(folder)?;
+        let store = Store::open(directory)?;
         let indexes = self.packs().iter().map(|pack| store.index(pack.name)).collect::<Result<Vec<_>>>()?;
         self.verify_tree_by(&indexes.iter().collect::<Vec<_>>())
     }

@@ -54,8 +54,8 @@ impl UsablePack {
 impl StorePlaces {
     /// Opens the locations of a store with these files. Rebuilds the table if it is missing, damaged or outdated.
     pub(crate) fn open(store: &Path, listing: Listing, with_verity: bool) -> Self {
-        let folder = layout::packs_folder(store);
-        let table = Table::open(&folder).unwrap_or_else(|error| {
+        let directory = layout::packs_directory(store);
+        let table = Table::open(&directory).unwrap_or_else(|error| {
             tracing::debug!("{}: the table of packs cannot be read: {error}", store.display());
             None
         });
@@ -159,7 +159,7 @@ impl StorePlaces {
     fn read_all(&self) -> Places {
         tracing::warn!("{}: the table of packs is damaged and is rebuilt", self.store.display());
         // The next process that opens the store rebuilds it.
-        let table = layout::packs_folder(&self.store).join(pack_table::FILE);
+        let table = layout::packs_directory(&self.store).join(pack_table::FILE);
         if let Err(error) = std::fs::remove_file(&table) {
             tracing::warn!("cannot remove {}: {error}", table.display());
         }
@@ -193,9 +193,9 @@ fn index_of(store: &Path, pack: Digest) -> Option<Index> {
 
 /// Rebuilds the table of a store's packs; returns the locations without a table if the store is read-only.
 fn make_table(store: &Path, packs: &[Digest]) -> (Option<Table>, ExtraLocations) {
-    let folder = layout::packs_folder(store);
+    let directory = layout::packs_directory(store);
     let indexes: Vec<Index> = packs.iter().filter_map(|pack| index_of(store, *pack)).collect();
-    match write_table(&folder, packs, &indexes).map(|()| Table::open(&folder)) {
+    match write_table(&directory, packs, &indexes).map(|()| Table::open(&directory)) {
         Ok(Ok(Some(table))) => (Some(table), ExtraLocations::new()),
         written => {
             tracing::debug!("{}: there is no table of packs: {written:?}", store.display());
@@ -215,7 +215,7 @@ fn collect_locations(indexes: &[Index]) -> ExtraLocations {
 }
 
 /// Writes the table of packs, whose indexes are given where usable. It is durable before it gets its name.
-fn write_table(folder: &Path, packs: &[Digest], indexes: &[Index]) -> Result<()> {
+fn write_table(directory: &Path, packs: &[Digest], indexes: &[Index]) -> Result<()> {
     let usable: HashSet<Digest> = indexes.iter().map(|index| index.pack).collect();
     let packs: Vec<_> = packs.iter().map(|name| TablePack { name: *name, is_usable: usable.contains(name) }).collect();
     let numbers: HashMap<Digest, usize> = packs.iter().enumerate().map(|(number, pack)| (pack.name, number)).collect();
@@ -226,8 +226,8 @@ fn write_table(folder: &Path, packs: &[Digest], indexes: &[Index]) -> Result<()>
     let entries = indexes.iter().flat_map(|index| index.listed().filter_map(|object| entry(index, object)));
     let bytes = pack_table::write(&packs, entries.collect());
     let reason = || std::io::Error::other("there are too many packs or objects");
-    let bytes = bytes.ok_or_else(reason).doing("make the table of packs in", folder)?;
-    let mut new = NewFile::begin(folder)?;
+    let bytes = bytes.ok_or_else(reason).doing("make the table of packs in", directory)?;
+    let mut new = NewFile::begin(directory)?;
     new.file.write_all(&bytes).doing("write to", &*new.path)?;
-    new.keep(&folder.join(pack_table::FILE))
+    new.keep(&directory.join(pack_table::FILE))
 }

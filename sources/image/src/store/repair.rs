@@ -54,11 +54,11 @@ pub struct RepairCounts {
 /// # Errors
 ///
 /// The store cannot be read or written, or the image is damaged.
-pub fn note_damage(image: &Image, folder: &Path) -> Result<usize> {
+pub fn note_damage(image: &Image, directory: &Path) -> Result<usize> {
     if image.is_composefs() {
-        return remove_damaged(image, folder);
+        return remove_damaged(image, directory);
     }
-    let store = Store::open(folder)?;
+    let store = Store::open(directory)?;
     let mut found = 0;
     for pack in image.packs().iter().filter(|pack| store.has(pack.name)) {
         // A pack with a damaged index is replaced by a pull.
@@ -74,14 +74,14 @@ pub fn note_damage(image: &Image, folder: &Path) -> Result<usize> {
 ///
 /// The store cannot be read or written, or an object is not available or damaged in `from`, too. Everything else is
 /// repaired first, and the error names all packs that are not.
-pub fn repair_packs(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<RepairCounts> {
+pub fn repair_packs(image: &Image, directory: &Path, from: Option<&dyn Fetch>) -> Result<RepairCounts> {
     // Most stores have no record.
-    let is_noted = |pack: &&crate::format::data::PackRef| layout::damage_path(folder, pack.name).exists();
+    let is_noted = |pack: &&crate::format::data::PackRef| layout::damage_path(directory, pack.name).exists();
     let noted: Vec<Digest> = image.packs().iter().filter(is_noted).map(|pack| pack.name).collect();
     if noted.is_empty() {
         return Ok(RepairCounts::default());
     }
-    Store::open(folder)?.repair_each(noted, from)
+    Store::open(directory)?.repair_each(noted, from)
 }
 
 /// The sources of valid objects for a pack.
@@ -96,7 +96,7 @@ struct Sources<'a> {
 impl Store {
     /// Returns the recorded damage of a pack.
     pub(crate) fn noted(&self, pack: Digest) -> HashSet<Digest> {
-        noted(self.folder(), pack)
+        noted(self.directory(), pack)
     }
 
     /// Reads a pack, and records damage; returns the number of damaged objects.
@@ -119,7 +119,7 @@ impl Store {
 
     /// Records the damaged objects of a pack. One with a wrong length or fs-verity digest gets an empty record.
     fn note(&self, index: &Index, damaged: &[usize]) -> Result<()> {
-        let path = layout::damage_path(self.folder(), index.pack);
+        let path = layout::damage_path(self.directory(), index.pack);
         let is_of_use = || File::open(self.pack_path(index.pack)).is_ok_and(|file| !has_other_digest(&file, index));
         if damaged.is_empty() && self.is_whole(index) && is_of_use() {
             return match fs::remove_file(&path) {
@@ -128,7 +128,7 @@ impl Store {
             };
         }
         let lines: String = damaged.iter().map(|at| format!("{}\n", index.objects[*at].digest)).collect();
-        let mut new = NewFile::begin(new_file::folder_of(&path))?;
+        let mut new = NewFile::begin(new_file::directory_of(&path))?;
         new.file.write_all(lines.as_bytes()).doing("write to", &*new.path)?;
         new.keep(&path)
     }
@@ -151,7 +151,7 @@ impl Store {
     /// Replaces a pack by a copy with repaired objects, as far as possible. `places` has those of other packs.
     fn repair_pack(&self, pack: Digest, places: &StorePlaces, from: Option<&dyn Fetch>) -> Result<RepairCounts> {
         // Of two concurrent repairs the later one would undo the earlier one.
-        let Some(_lock) = lock_note(&layout::damage_path(self.folder(), pack))? else {
+        let Some(_lock) = lock_note(&layout::damage_path(self.directory(), pack))? else {
             return Ok(RepairCounts::default());
         };
         // An incomplete pack, or one with a damaged index, is fetched as a whole.
@@ -174,7 +174,7 @@ impl Store {
             }
             return Ok(RepairCounts { repaired: 0, left: bad.len() });
         }
-        let new = NewFile::begin(new_file::folder_of(&path))?;
+        let new = NewFile::begin(new_file::directory_of(&path))?;
         let mut sources = Sources { places, from, failed: None };
         let (repaired, left) = match self.copy_repaired((&old, &path), &new, &index, &mut sources) {
             Ok(copied) => copied,
@@ -198,7 +198,7 @@ impl Store {
         if let Err(error) = keep() {
             return Error::of_all(failed.into_iter().chain([error]).collect()).map_or(Ok(RepairCounts::default()), Err);
         }
-        tracing::info!("repaired {repaired} objects of the pack {pack} in {}", self.folder().display());
+        tracing::info!("repaired {repaired} objects of the pack {pack} in {}", self.directory().display());
         failed.map_or(Ok(RepairCounts { repaired, left: left.len() }), Err)
     }
 

@@ -40,12 +40,12 @@ pub struct SealReport {
 ///
 /// A pack has another digest than in its index and cannot be repaired, or fs-verity cannot be enabled. The others are
 /// processed first, and the error names all failures.
-pub fn seal(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<SealReport> {
+pub fn seal(image: &Image, directory: &Path, from: Option<&dyn Fetch>) -> Result<SealReport> {
     let mut sealed = SealReport::default();
     if image.packs().is_empty() {
         return Ok(sealed);
     }
-    let store = Store::open(folder)?;
+    let store = Store::open(directory)?;
     let mut failures = Vec::new();
     for pack in image.packs() {
         match store.seal_pack(pack.name, from) {
@@ -98,8 +98,10 @@ impl Store {
             Ok(proof) => return Ok(proof),
             Err(found) => found,
         };
-        let (damaged, folder) = (self.look_for_damage(&index)?, self.folder().display());
-        tracing::warn!("the pack {pack} in {folder} has the fs-verity digest {found}: {damaged} objects are damaged");
+        let (damaged, directory) = (self.look_for_damage(&index)?, self.directory().display());
+        tracing::warn!(
+            "the pack {pack} in {directory} has the fs-verity digest {found}: {damaged} objects are damaged"
+        );
         let left = self.repair_each(vec![pack], from)?.left;
         match self.enable_verified(&index, wanted)? {
             Ok(proof) => Ok(proof),
@@ -109,7 +111,7 @@ impl Store {
                     left => format!("{left} of its objects are damaged, and verify --repair --from fetches them"),
                 };
                 let reason = format!("it has the fs-verity digest {found}, but its index names {wanted}: {why}");
-                Err(Error::Pack { store: self.folder().into(), pack, reason })
+                Err(Error::Pack { store: self.directory().into(), pack, reason })
             }
         }
     }
@@ -152,7 +154,7 @@ impl Store {
                 let reason = format!(
                     "the kernel proves it by the fs-verity digest {found}, but its index names {wanted}: verify --repair replaces it"
                 );
-                Err(Error::Pack { store: self.folder().into(), pack: pack.name, reason })
+                Err(Error::Pack { store: self.directory().into(), pack: pack.name, reason })
             }
             Verity::Off => Ok(PackProof::Off),
             Verity::Unavailable => Ok(PackProof::Unavailable),

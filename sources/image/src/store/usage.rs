@@ -20,7 +20,7 @@ const CHUNKS_MAX: u64 = 1 << 22;
 pub enum ObjectLocation {
     /// In a pack, at this block.
     Packed(Digest, u64),
-    /// In a file of composefs's folder of objects.
+    /// In a file of composefs's directory of objects.
     Object(Vec<u8>),
 }
 
@@ -164,7 +164,7 @@ impl Usage {
                 total.garbage_bytes = total.garbage_bytes.saturating_add(bytes);
             }
         }
-        for StoredFile { name, metadata, .. } in object_list::list(store.folder())? {
+        for StoredFile { name, metadata, .. } in object_list::list(store.directory())? {
             let Some(name) = name else { continue };
             total.objects += 1;
             total.bytes = total.bytes.saturating_add(padded(metadata.len()));

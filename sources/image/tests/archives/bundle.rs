@@ -43,17 +43,17 @@ pub fn packed(archive: &[u8], packing: Packing) -> (&'static str, Vec<u8>) {
 
 /// An image directory that is being laid out.
 pub struct Bundle {
-    pub folder: PathBuf,
+    pub directory: PathBuf,
     pub layers: Vec<Value>,
     pub plain: Vec<String>,
 }
 
 impl Bundle {
     pub fn new(bench: &Bench, name: &str) -> Self {
-        let folder = bench.path(name);
-        fs::create_dir_all(folder.join("blobs/sha256")).expect("folders can be made");
-        fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("files can be made");
-        Self { folder, layers: Vec::new(), plain: Vec::new() }
+        let directory = bench.path(name);
+        fs::create_dir_all(directory.join("blobs/sha256")).expect("directories can be made");
+        fs::write(directory.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).expect("files can be made");
+        Self { directory, layers: Vec::new(), plain: Vec::new() }
     }
 
     pub fn blob(&self, bytes: &[u8], kind: &str) -> Value {
@@ -63,7 +63,7 @@ impl Bundle {
     }
 
     pub fn blob_path(&self, name: &str) -> PathBuf {
-        self.folder.join("blobs").join(name.replace(':', "/"))
+        self.directory.join("blobs").join(name.replace(':', "/"))
     }
 
     pub fn layer(&mut self, archive: &[u8], packing: Packing) {
@@ -89,7 +89,7 @@ impl Bundle {
 
     pub fn index(&self, manifests: &[Value]) {
         let index = json!({"schemaVersion": 2, "manifests": manifests}).to_string();
-        fs::write(self.folder.join("index.json"), index).expect("files can be made");
+        fs::write(self.directory.join("index.json"), index).expect("files can be made");
     }
 
     /// The index, with one image of this tag.
@@ -100,7 +100,7 @@ impl Bundle {
     }
 
     pub fn source(&self, tag: &str) -> String {
-        format!("oci:{}:{tag}", self.folder.display())
+        format!("oci:{}:{tag}", self.directory.display())
     }
 }
 

@@ -16,13 +16,13 @@ pub fn tool(name: &str) -> Command {
     Command::new(cache.composefs().expect("composefs's programs are there, or can be fetched").join("bin").join(name))
 }
 
-/// What mkcomposefs makes of something, or what it says. Relative paths are in the bench's folder.
+/// What mkcomposefs makes of something, or what it says. Relative paths are in the bench's directory.
 pub fn mkcomposefs(bench: &Bench, source: &Path, version: Option<u32>, options: &[&str]) -> Result<Vec<u8>, String> {
     let mut command = tool("mkcomposefs");
     if let Some(version) = version {
         command.arg(format!("--min-version={version}")).arg(format!("--max-version={version}"));
     }
-    let output = command.args(options).arg(source).arg("theirs.image").current_dir(bench.folder.path()).output();
+    let output = command.args(options).arg(source).arg("theirs.image").current_dir(bench.directory.path()).output();
     let output = output.expect("it starts");
     if output.status.success() {
         return Ok(fs::read(bench.path("theirs.image")).expect("it made an image"));

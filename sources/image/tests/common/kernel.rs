@@ -37,14 +37,14 @@ pub fn mount<'a>(bench: &Bench, name: &str, on: &'a Path) -> Option<Mounted<'a>>
         outcome => outcome.expect("the kernel takes the image"),
     }
     let mount = rustix::mount::fsmount(fs, FsMountFlags::empty(), MountAttrFlags::MOUNT_ATTR_RDONLY);
-    fs::create_dir_all(on).expect("a folder can be made");
+    fs::create_dir_all(on).expect("a directory can be made");
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     rustix::mount::move_mount(mount.expect("it is mounted").as_fd(), "", rustix::fs::CWD, on, flags)
         .expect("it is mounted");
     Some(Mounted(on))
 }
 
-/// Mounts an image of composefs's as `mount.composefs` does, below overlayfs, with the objects of a folder; `None` if this kernel cannot.
+/// Mounts an image of composefs's as `mount.composefs` does, below overlayfs, with the objects of a directory; `None` if this kernel cannot.
 pub fn mount_composefs<'a>(image: &Path, objects: &Path, on: &'a Path) -> Option<Mounted<'a>> {
     let erofs = match rustix::mount::fsopen("erofs", FsOpenFlags::FSOPEN_CLOEXEC) {
         Err(Errno::NODEV) => return None,
@@ -68,7 +68,7 @@ pub fn mount_composefs<'a>(image: &Path, objects: &Path, on: &'a Path) -> Option
     }
     rustix::mount::fsconfig_create(overlay.as_fd()).expect("overlayfs takes the image");
     let mount = rustix::mount::fsmount(overlay.as_fd(), FsMountFlags::empty(), attributes).expect("it is mounted");
-    fs::create_dir_all(on).expect("a folder can be made");
+    fs::create_dir_all(on).expect("a directory can be made");
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     rustix::mount::move_mount(mount.as_fd(), "", rustix::fs::CWD, on, flags).expect("it is mounted");
     Some(Mounted(on))

@@ -14,23 +14,23 @@ use std::path::{Path, PathBuf};
 use ferry_image::{BuildOptions, BuildReport, Flaw, Source, Store, build, walk};
 use rustix::fs::{CWD, FileType, Mode, Timespec, Timestamps, XattrFlags, lsetxattr, mknodat, utimensat};
 
-/// A folder with a tree, a store and images. It goes at the end.
+/// A directory with a tree, a store and images. It goes at the end.
 pub struct Bench {
-    pub folder: tempfile::TempDir,
+    pub directory: tempfile::TempDir,
 }
 
 impl Bench {
     pub fn new() -> Self {
-        Self::of(tempfile::tempdir().expect("a folder can be made"))
+        Self::of(tempfile::tempdir().expect("a directory can be made"))
     }
 
-    pub fn of(folder: tempfile::TempDir) -> Self {
-        fs::create_dir(folder.path().join("tree")).expect("a folder can be made");
-        Self { folder }
+    pub fn of(directory: tempfile::TempDir) -> Self {
+        fs::create_dir(directory.path().join("tree")).expect("a directory can be made");
+        Self { directory }
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     pub fn tree(&self) -> PathBuf {

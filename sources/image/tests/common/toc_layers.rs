@@ -220,8 +220,8 @@ fn header_as(name: &str, kind: u8, bytes: usize, link: &str, mode: u32) -> Vec<u
 }
 
 /// Makes an OCI image directory.
-pub fn lay_out(folder: &Path, layers: &[Layer]) {
-    let blobs = folder.join("blobs/sha256");
+pub fn lay_out(directory: &Path, layers: &[Layer]) {
+    let blobs = directory.join("blobs/sha256");
     fs::create_dir_all(&blobs).unwrap();
     let blob = |bytes: &[u8]| {
         let name = sha256(bytes);
@@ -243,6 +243,6 @@ pub fn lay_out(folder: &Path, layers: &[Layer]) {
     let manifest = json!({"schemaVersion": 2, "mediaType": kind, "config": config, "layers": layers});
     let mut manifest = typed(blob(manifest.to_string().as_bytes()), kind);
     manifest["annotations"] = json!({"org.opencontainers.image.ref.name": "1"});
-    fs::write(folder.join("index.json"), json!({"schemaVersion": 2, "manifests": [manifest]}).to_string()).unwrap();
-    fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).unwrap();
+    fs::write(directory.join("index.json"), json!({"schemaVersion": 2, "manifests": [manifest]}).to_string()).unwrap();
+    fs::write(directory.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).unwrap();
 }

@@ -19,17 +19,17 @@ fn built(bench: &Bench, source: &Path, name: &str, version: Option<u32>) -> ferr
     Ok(fs::read(bench.path(name)).expect("it was built"))
 }
 
-/// Returns the names `xx/yyyy...` of all objects in a folder.
-fn objects(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {
-    let list = |folder: &Path| {
-        let entries = fs::read_dir(folder).expect("folders can be listed");
-        entries.map(|entry| entry.expect("folders can be listed").path()).collect::<Vec<_>>()
+/// Returns the names `xx/yyyy...` of all objects in a directory.
+fn objects(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let list = |directory: &Path| {
+        let entries = fs::read_dir(directory).expect("directories can be listed");
+        entries.map(|entry| entry.expect("directories can be listed").path()).collect::<Vec<_>>()
     };
-    let mut all: Vec<_> = list(folder)
+    let mut all: Vec<_> = list(directory)
         .iter()
         .flat_map(|path| list(path))
         .map(|path| {
-            (path.strip_prefix(folder).expect("it is in it").to_owned(), fs::read(&path).expect("it can be read"))
+            (path.strip_prefix(directory).expect("it is in it").to_owned(), fs::read(&path).expect("it can be read"))
         })
         .collect();
     all.sort();
@@ -79,7 +79,7 @@ fn a_directory_gives_the_image_and_the_objects_of_mkcomposefs() {
     }
     assert!(objects(&bench.store().join("objects")) == objects(&bench.path("theirs")));
     // There are no other objects.
-    let left = fs::read_dir(bench.store().join("objects")).expect("folders can be listed");
+    let left = fs::read_dir(bench.store().join("objects")).expect("directories can be listed");
     assert!(left.flatten().all(|entry| entry.file_name().len() == 2));
 }
 
@@ -249,7 +249,7 @@ fn same(bench: &Bench, text: &str) {
 /// An index of 1016 chunks of 8 TiB or more fits behind an inode only at certain offsets, one of 1024 chunks only at a single one.
 #[test]
 fn the_largest_files_are_where_mkcomposefs_has_them() {
-    let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
+    let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a directory can be made"));
     let digest = "4c7e6c75f1014377909ba4222b4a796bf40ce11e4d0990161ef7f4db9622cf9d";
     for chunks in [1014, 1015, 1016, 1017, 1020, 1023, 1024_u64] {
         for attributes in ["", " user.a=1", " user.a=12345", " user.a=1 user.bc=123456789", " user.abc=12345678901"] {
@@ -271,7 +271,7 @@ fn the_largest_files_are_where_mkcomposefs_has_them() {
 /// Sizes and contents of files without data are ignored, and so are missing fields at the end of lines.
 #[test]
 fn files_that_mkcomposefs_skips_are_skipped() {
-    let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
+    let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a directory can be made"));
     let root = "/ 0 40755 2 0 0 0 1.0 - - -";
     for mode in ["20644", "60644", "10644", "140644", "40755"] {
         for rdev in [0, 5] {

@@ -65,7 +65,7 @@ fn the_kernel_and_the_reader_agree_on_dumps() {
         fs::write(&dump, text).expect("files can be made");
         // A few have duplicate names, which are refused.
         let Ok(image) = composefs(&bench, &dump) else { continue };
-        fs::create_dir_all(bench.store().join("objects")).expect("folders can be made");
+        fs::create_dir_all(bench.store().join("objects")).expect("directories can be made");
         let Some(_mounted) = mount_composefs(&bench.path("image"), &bench.store().join("objects"), &on) else {
             ferry_skip::skip!("this kernel mounts no images that are files, or has no overlayfs");
             return;

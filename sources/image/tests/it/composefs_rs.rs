@@ -52,7 +52,7 @@ fn made_by_hand() -> String {
 
 #[test]
 fn composefs_rs_computes_the_same_digests() {
-    let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
+    let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a directory can be made"));
     for (seed, digests) in DIGESTS {
         fs::write(bench.path("dump"), seed.map_or_else(made_by_hand, random_dump)).expect("files can be made");
         for (version, expected) in (0..).zip(digests) {

@@ -79,7 +79,7 @@ fn packs_that_are_missing_or_cut_are_named() {
 fn a_full_disk_leaves_no_image_and_no_pack() {
     let bench = Bench::new();
     fs::write(bench.tree().join("file"), bytes(1, 3 << 20)).expect("files can be made");
-    fs::create_dir(bench.store()).expect("folders can be made");
+    fs::create_dir(bench.store()).expect("directories can be made");
     rustix::mount::mount("none", bench.store(), "tmpfs", rustix::mount::MountFlags::empty(), c"size=1m")
         .expect("root may");
     let outcome = bench.try_build("image");
@@ -98,7 +98,7 @@ fn a_full_disk_leaves_no_image_and_no_half_object() {
     for number in 0..6 {
         fs::write(bench.tree().join(format!("{number}")), bytes(number, 300_000)).expect("files can be made");
     }
-    fs::create_dir(bench.store()).expect("folders can be made");
+    fs::create_dir(bench.store()).expect("directories can be made");
     let none = rustix::mount::MountFlags::empty();
     rustix::mount::mount("none", bench.store(), "tmpfs", none, c"size=1m").expect("root may");
     let build = || {
@@ -110,9 +110,9 @@ fn a_full_disk_leaves_no_image_and_no_half_object() {
     let there = bench.path("image").exists();
     // Each file below objects/xx is whole: its name is what its bytes are.
     let mut objects = Vec::new();
-    for folder in fs::read_dir(bench.store().join("objects")).expect("it is there").flatten() {
-        for file in fs::read_dir(folder.path()).expect("it is a folder").flatten() {
-            let name = format!("{}{}", folder.file_name().display(), file.file_name().display());
+    for directory in fs::read_dir(bench.store().join("objects")).expect("it is there").flatten() {
+        for file in fs::read_dir(directory.path()).expect("it is a directory").flatten() {
+            let name = format!("{}{}", directory.file_name().display(), file.file_name().display());
             objects.push((name, Algorithm::Verity.of(&fs::read(file.path()).expect("files can be read")).hex()));
         }
     }

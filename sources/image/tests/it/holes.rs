@@ -57,7 +57,7 @@ impl Elsewhere {
 /// The store that images are read from.
 fn here(bench: &Bench) -> PathBuf {
     let here = bench.path("here");
-    drop(Store::create(&here).expect("folders can be made"));
+    drop(Store::create(&here).expect("directories can be made"));
     here
 }
 
@@ -163,7 +163,7 @@ fn bytes_are_counted_by_where_they_come_from() {
     fs::write(other.tree().join("more"), bytes(3, 100_000)).expect("files can be made");
     other.build("other");
     fs::remove_dir_all(here(&bench)).expect("it is there");
-    for found in fs::read_dir(other.store().join("packs")).expect("a folder") {
+    for found in fs::read_dir(other.store().join("packs")).expect("a directory") {
         let found = found.expect("an entry");
         let to = here(&bench).join("packs").join(found.file_name());
         fs::copy(found.path(), to).expect("it is there");
@@ -215,7 +215,7 @@ fn read_ahead_does_not_fetch_missing_objects() {
     order.add(b"/8");
     order.add(b"/3");
     let options = BuildOptions { order: Some(order), ..BuildOptions::default() };
-    let store = Store::create(&bench.store()).expect("folders can be made");
+    let store = Store::create(&bench.store()).expect("directories can be made");
     build(&bench.tree(), &bench.path("ordered"), store, &options, &|_, _| {}).expect("it can be built");
     let from = Elsewhere::of(&bench);
     let source = open(&bench, "ordered", &from, None);
@@ -246,9 +246,9 @@ fn partial_packs_live_as_long_as_their_images() {
     let ((whole, _), (absent, _)) = (place(&image, "large"), place(&image, "later"));
     bring(&bench, whole);
     drop(open(&bench, "second", &Elsewhere::of(&bench), None));
-    let folder = here(&bench);
+    let directory = here(&bench);
     let names = || {
-        let entries = fs::read_dir(folder.join("packs")).expect("it is there");
+        let entries = fs::read_dir(directory.join("packs")).expect("it is there");
         let mut names: Vec<_> =
             entries.map(|entry| entry.expect("a name").file_name().into_string().expect("text")).collect();
         names.sort_unstable();
@@ -256,7 +256,7 @@ fn partial_packs_live_as_long_as_their_images() {
     };
     let collect = |packs: &[Digest]| {
         let needed = LiveSet { packs: packs.iter().copied().collect(), ..LiveSet::default() };
-        let sole = ExclusiveStore::lock(&folder, &|| {}).expect("nobody else is here");
+        let sole = ExclusiveStore::lock(&directory, &|| {}).expect("nobody else is here");
         sole.collect(&needed, Duration::ZERO, false).expect("it can be cleaned")
     };
     let of = |pack: Digest, ends: &[&str]| -> Vec<String> {
@@ -270,7 +270,7 @@ fn partial_packs_live_as_long_as_their_images() {
     assert_eq!(collect(&[whole]).leftovers, 2);
     assert_eq!(names(), of(whole, &["", ".index"]));
     // Of a pack that is whole, nothing that was left of fetching it is needed.
-    fs::write(folder.join("packs").join(format!("{}.part", whole.hex())), "rest").expect("files can be made");
+    fs::write(directory.join("packs").join(format!("{}.part", whole.hex())), "rest").expect("files can be made");
     assert_eq!(collect(&[whole]).leftovers, 1);
     assert_eq!(names(), of(whole, &["", ".index"]));
     let collected = collect(&[]);
@@ -284,13 +284,13 @@ fn parts_that_servers_use_stay() {
     let packs = [place(&image, "large").0, place(&image, "later").0];
     let from = Elsewhere::of(&bench);
     let source = open(&bench, "second", &from, None);
-    let folder = here(&bench);
+    let directory = here(&bench);
     let collect = || {
-        let sole = ExclusiveStore::lock(&folder, &|| {}).expect("nobody else is here");
+        let sole = ExclusiveStore::lock(&directory, &|| {}).expect("nobody else is here");
         sole.collect(&LiveSet::default(), Duration::ZERO, false).expect("it can be cleaned")
     };
     assert_eq!(collect().leftovers, 0);
-    assert!(packs.iter().all(|pack| folder.join("packs").join(format!("{}.part.index", pack.hex())).exists()));
+    assert!(packs.iter().all(|pack| directory.join("packs").join(format!("{}.part.index", pack.hex())).exists()));
     let objects = source.shared_objects();
     objects.fetch_all(2, &AtomicBool::new(false), &|_, _| {}).expect("it can be had");
     objects.complete().expect("nothing was removed under our hands");
@@ -416,8 +416,8 @@ fn an_uncompleted_pack_is_proved_again() {
     assert!(objects.verify_here(number, start, 700_000));
     // Its name is taken, and what was written does not come to the disk.
     let name = here(&bench).join("packs").join(pack.hex());
-    fs::create_dir(&name).expect("folders can be made");
-    objects.complete().expect_err("no file gets the name of a folder");
+    fs::create_dir(&name).expect("directories can be made");
+    objects.complete().expect_err("no file gets the name of a directory");
     let part = File::options().write(true).open(name.with_extension("part")).expect("it is there");
     part.write_all_at(&[0; 100_000], start).expect("it can be written");
     assert!(!objects.verify_here(number, start, 700_000));

@@ -46,7 +46,7 @@ fn archive() -> Vec<u8> {
         std::os::unix::fs::symlink("x".repeat(120), tree.join("link")).expect("links can be made");
         fs::hard_link(tree.join("dir/file"), tree.join("again")).expect("links can be made");
         let line = ["--format=posix", "-b1", "--sort=name", "-cf", "archive.tar", "-C", "tree", "."];
-        let made = Command::new("tar").args(line).current_dir(bench.folder.path()).status().expect("tar is there");
+        let made = Command::new("tar").args(line).current_dir(bench.directory.path()).status().expect("tar is there");
         assert!(made.success());
         fs::read(bench.path("archive.tar")).expect("files can be read")
     };

@@ -34,7 +34,7 @@ fn a_mounted_image_is_the_tree() {
 /// The superblock says where the device table is in 16 bits.
 #[test]
 fn metadata_may_be_longer_than_the_device_table_can_be_far() {
-    let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
+    let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a directory can be made"));
     fs::write(bench.tree().join("data"), bytes(0, 20_000)).expect("files can be made");
     for directory in 0..64 {
         let directory = bench.tree().join(directory.to_string());
@@ -51,7 +51,7 @@ fn metadata_may_be_longer_than_the_device_table_can_be_far() {
     // What lies in memory the kernel does not mount.
     let disk = Bench::new();
     let mut copy = std::process::Command::new("cp");
-    copy.arg("-r").args([bench.path("image"), bench.store()]).arg(disk.folder.path());
+    copy.arg("-r").args([bench.path("image"), bench.store()]).arg(disk.directory.path());
     assert!(copy.status().expect("cp is there").success());
     let on = disk.path("mounted");
     let Some(_mounted) = mount(&disk, "image", &on) else {

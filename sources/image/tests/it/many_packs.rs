@@ -24,7 +24,7 @@ fn built(tree: &Path, image: &Path, store: &Path) -> BuildReport {
 fn many() -> Bench {
     let bench = Bench::new();
     let one = bench.path("one");
-    fs::create_dir(&one).expect("a folder");
+    fs::create_dir(&one).expect("a directory");
     for number in 0..PACKS {
         fs::write(one.join("file"), bytes(number, 9000 + number)).expect("a file");
         built(&one, &bench.path("image"), &bench.store());
@@ -43,7 +43,7 @@ fn table(store: &Path) -> PathBuf {
 /// A copy of a store.
 fn copy(bench: &Bench, name: &str) -> PathBuf {
     let (from, to) = (bench.store().join("packs"), bench.path(name));
-    fs::create_dir_all(to.join("packs")).expect("folders");
+    fs::create_dir_all(to.join("packs")).expect("directories");
     for entry in fs::read_dir(from).expect("it is there").map(|entry| entry.expect("it can be listed")) {
         fs::copy(entry.path(), to.join("packs").join(entry.file_name())).expect("room");
     }

@@ -68,11 +68,11 @@ fn notes(bench: &Bench) -> usize {
         .count()
 }
 
-/// Hands over what a folder has, as it is there.
+/// Hands over what a directory has, as it is there.
 #[derive(Debug)]
-struct Folder(PathBuf);
+struct Directory(PathBuf);
 
-impl Fetch for Folder {
+impl Fetch for Directory {
     fn index(&self, pack: Digest, _: u64) -> io::Result<Vec<u8>> {
         fs::read(self.0.join(format!("{}.index", pack.hex())))
     }
@@ -118,7 +118,7 @@ fn a_build_with_the_data_repairs_recorded_damage() {
 fn fetched_data_is_proved_before_it_replaces_any() {
     let (bench, built) = three();
     let (path, copy) = (pack_path(&bench, built.packs[0]), bench.path("copy"));
-    fs::create_dir(&copy).expect("folders can be made");
+    fs::create_dir(&copy).expect("directories can be made");
     let copied = copy.join(built.packs[0].hex());
     fs::copy(&path, &copied).expect("files can be copied");
     let mut half = fs::read(&path).expect("files can be read");
@@ -127,7 +127,7 @@ fn fetched_data_is_proved_before_it_replaces_any() {
     write_over(&path, 7 * 4096, &[0xaa; 10]);
     assert_eq!(note(&bench, "image"), 2);
     let image = open(&bench, "image");
-    let from = Folder(copy);
+    let from = Directory(copy);
     write_over(&copied, 7 * 4096, &[0xbb]);
     let error = repair_packs(&image, &bench.store(), Some(&from)).expect_err("one comes damaged, too");
     assert!(error.to_string().contains("cannot fetch the object blake3:"), "{error}");
@@ -146,9 +146,9 @@ fn fetched_data_is_proved_before_it_replaces_any() {
     );
 }
 
-/// Refuses the first object, and puts a folder where the pack was.
+/// Refuses the first object, and puts a directory where the pack was.
 #[derive(Debug)]
-struct Meddler(Folder, PathBuf);
+struct Meddler(Directory, PathBuf);
 
 impl Fetch for Meddler {
     fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>> {
@@ -168,13 +168,14 @@ impl Fetch for Meddler {
 fn errors_of_fetching_and_of_writing_are_both_reported() {
     let (bench, built) = three();
     let (path, copy) = (pack_path(&bench, built.packs[0]), bench.path("copy"));
-    fs::create_dir(&copy).expect("folders can be made");
+    fs::create_dir(&copy).expect("directories can be made");
     fs::copy(&path, copy.join(built.packs[0].hex())).expect("files can be copied");
     write_over(&path, 0, &[0xaa; 10]);
     write_over(&path, 7 * 4096, &[0xaa; 10]);
     assert_eq!(note(&bench, "image"), 2);
-    let from = Meddler(Folder(copy), path.clone());
-    let error = repair_packs(&open(&bench, "image"), &bench.store(), Some(&from)).expect_err("a folder is in the way");
+    let from = Meddler(Directory(copy), path.clone());
+    let error =
+        repair_packs(&open(&bench, "image"), &bench.store(), Some(&from)).expect_err("a directory is in the way");
     let error = error.to_string();
     assert!(error.contains("nobody has it") && error.contains("directory"), "{error}");
 }
@@ -210,7 +211,7 @@ fn all_packs_are_named_of_which_something_cannot_be_had() {
     assert_eq!(packs.len(), 2);
     packs.iter().for_each(|pack| write_over(&pack_path(&bench, *pack), 0, &[0xaa; 10]));
     assert_eq!(note(&bench, "second"), 2);
-    let from = Folder(bench.path("nothing"));
+    let from = Directory(bench.path("nothing"));
     let error =
         repair_packs(&open(&bench, "second"), &bench.store(), Some(&from)).expect_err("nobody has it").to_string();
     for pack in packs {
@@ -246,7 +247,7 @@ fn read_errors_are_not_damage_and_do_not_stop_repair() {
         second.into_iter().find(|pack| *pack != built.packs[0]).expect("what was not there before is in another pack");
     let packs = [built.packs[0], new].map(|pack| pack_path(&bench, pack));
     let (all, copy) = (packs.each_ref().map(|path| fs::read(path).expect("files can be read")), bench.path("copy"));
-    fs::create_dir(&copy).expect("folders can be made");
+    fs::create_dir(&copy).expect("directories can be made");
     for unreadable in [0, 1] {
         let path = |at: usize| &packs[at];
         (0..2).for_each(|at| write_over(path(at), 0, &[0xaa; 10]));
@@ -262,7 +263,7 @@ fn read_errors_are_not_damage_and_do_not_stop_repair() {
         assert!(fs::symlink_metadata(path(unreadable)).expect("it is there").is_symlink(), "nothing took its place");
         // The server has not got that one, but the other.
         fs::remove_file(copy.join(path(unreadable).file_name().expect("a name"))).expect("files can be removed");
-        repair_packs(&open(&bench, "second"), &bench.store(), Some(&Folder(copy.clone())))
+        repair_packs(&open(&bench, "second"), &bench.store(), Some(&Directory(copy.clone())))
             .expect_err("it cannot be had");
         assert!(fs::symlink_metadata(path(unreadable)).expect("it is there").is_symlink(), "nothing took its place");
         assert!(fs::read(path(1 - unreadable)).expect("files can be read") == all[1 - unreadable]);
@@ -329,7 +330,7 @@ fn damaged_objects_of_composefs_are_removed_and_rebuilt() {
     fs::remove_file(path(0)).expect("files can be removed");
     assert_eq!(note(&bench, "image"), 0);
     // Unreadable packs stay; the others are checked nevertheless.
-    fs::create_dir(path(0)).expect("folders can be made");
+    fs::create_dir(path(0)).expect("directories can be made");
     write_over(&path(2), 100, &[0xaa]);
     let error = note_damage(&open(&bench, "image"), &bench.store()).expect_err("it cannot be read");
     assert!(error.to_string().starts_with("cannot read "), "{error}");

@@ -118,7 +118,7 @@ fn layered(bench: &Bench, all: bool) -> Bundle {
     // What is to come of it.
     let tree = bench.tree();
     for dir in ["dir/sub", "opaque", "becomes-dir", "all/deep"] {
-        fs::create_dir_all(tree.join(dir)).expect("folders can be made");
+        fs::create_dir_all(tree.join(dir)).expect("directories can be made");
     }
     for (name, data) in [
         ("b", &large[5][..]),
@@ -151,7 +151,7 @@ fn layers_are_applied_as_the_specification_says() {
     let tree = bench.tree();
     let of_tree = built(&bench, tree.to_str().expect("text"), COMPOSEFS);
     assert!(built(&bench, &bundle.source("latest"), COMPOSEFS) == of_tree);
-    assert!(built(&bench, &format!("oci:{}", bundle.folder.display()), COMPOSEFS) == of_tree);
+    assert!(built(&bench, &format!("oci:{}", bundle.directory.display()), COMPOSEFS) == of_tree);
     // Nothing that an upper layer removes or replaces is stored.
     let found = try_build(&bench, &bundle.source("latest"), Layout::Flat, None).expect("it can be built");
     assert_eq!((found.data_bytes, found.new_bytes, found.inodes), (36_000, 36_000, 17));
@@ -197,7 +197,7 @@ fn lines(image: Vec<u8>) -> BTreeSet<String> {
 fn umoci_unpacks_the_same_tree() {
     let program = ferry_guest::Cache::from_env().and_then(|cache| cache.umoci()).expect("umoci can be fetched");
     let umoci = |bench: &Bench, words: &[&str]| {
-        let output = Command::new(&program).args(words).current_dir(bench.folder.path()).output();
+        let output = Command::new(&program).args(words).current_dir(bench.directory.path()).output();
         let output = output.expect("umoci starts");
         assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
     };
@@ -221,18 +221,18 @@ fn umoci_unpacks_the_same_tree() {
     umoci(&bench, &["unpack", "--image", "bundle:made", "work"]);
     let root = bench.path("work/rootfs");
     for number in 0..20 {
-        let folder = root.join(format!("dir-{}", number % 3));
-        fs::create_dir_all(&folder).expect("folders can be made");
-        fs::write(folder.join(format!("file-{number}")), bytes(number, number * 700)).expect("files can be made");
+        let directory = root.join(format!("dir-{}", number % 3));
+        fs::create_dir_all(&directory).expect("directories can be made");
+        fs::write(directory.join(format!("file-{number}")), bytes(number, number * 700)).expect("files can be made");
     }
     std::os::unix::fs::symlink("dir-1/file-1", root.join("link")).expect("links can be made");
     umoci(&bench, &["repack", "--refresh-bundle", "--image", "bundle:made", "work"]);
-    fs::remove_dir_all(root.join("dir-2")).expect("folders can be removed");
+    fs::remove_dir_all(root.join("dir-2")).expect("directories can be removed");
     fs::remove_file(root.join("dir-0/file-3")).expect("files can be removed");
     fs::write(root.join("dir-1/file-4"), "another").expect("files can be written");
     fs::remove_file(root.join("link")).expect("files can be removed");
-    fs::create_dir(root.join("link")).expect("folders can be made");
-    fs::write(root.join("link/file"), "in a folder").expect("files can be made");
+    fs::create_dir(root.join("link")).expect("directories can be made");
+    fs::write(root.join("link/file"), "in a directory").expect("files can be made");
     umoci(&bench, &["repack", "--image", "bundle:made", "work"]);
     same(&bench, "made");
 }
@@ -274,7 +274,7 @@ fn an_image_is_chosen_by_tag_and_platform() {
         said(bundle.source("none"), "linux/amd64")
             .contains("no image has the tag \"none\"; there are \"both\", \"one\"")
     );
-    let untagged = said(format!("oci:{}", bundle.folder.display()), "linux/arm64");
+    let untagged = said(format!("oci:{}", bundle.directory.display()), "linux/arm64");
     assert!(untagged.contains("several images for linux/arm64: name one by its tag"), "{untagged}");
 }
 
@@ -297,7 +297,7 @@ fn an_image_without_a_variant_is_preferred() {
     let all = ["amd64/v3", "amd64", "amd64/v2", "arm64/v8", "arm64/v9", "arm/v6", "arm/v7", "riscv64/v1"];
     let manifests = all.map(&mut manifest);
     bundle.index(&manifests);
-    let source = format!("oci:{}", bundle.folder.display());
+    let source = format!("oci:{}", bundle.directory.display());
     for (wanted, found) in [
         ("linux/amd64", "amd64"),
         ("linux/amd64/v1", "amd64"),
@@ -399,7 +399,7 @@ fn hostile_directories_are_refused() {
             make_fifo(&path);
         }),
         ("it is no regular file", |bundle| {
-            let path = bundle.folder.join("oci-layout");
+            let path = bundle.directory.join("oci-layout");
             fs::remove_file(&path).expect("it is there");
             make_fifo(&path);
         }),
@@ -436,7 +436,7 @@ fn hostile_directories_are_refused() {
             bundle.finish("latest");
         }),
         ("the version \"2.0.0\" is not known here", |bundle| {
-            let path = bundle.folder.join("oci-layout");
+            let path = bundle.directory.join("oci-layout");
             fs::write(path, r#"{"imageLayoutVersion": "2.0.0"}"#).expect("files can be written");
         }),
         ("indexes name indexes", |bundle| {
@@ -448,7 +448,7 @@ fn hostile_directories_are_refused() {
             bundle.index(&[named]);
         }),
         ("it is not what it should be", |bundle| {
-            fs::write(bundle.folder.join("index.json"), vec![b'['; 100_000]).expect("files can be written");
+            fs::write(bundle.directory.join("index.json"), vec![b'['; 100_000]).expect("files can be written");
         }),
     ];
     for (reason, change) in cases {
@@ -465,7 +465,7 @@ fn refused(reason: &str, change: impl Fn(&mut Bundle)) {
     bundle.layer(&archive(&lowest), Packing::Gzip);
     bundle.finish("latest");
     change(&mut bundle);
-    let error = try_build(&bench, &format!("oci:{}", bundle.folder.display()), Layout::Flat, None);
+    let error = try_build(&bench, &format!("oci:{}", bundle.directory.display()), Layout::Flat, None);
     let said = chain(&error.map(|_| ()).expect_err(reason));
     assert!(said.contains(reason), "{reason}: {said}");
     assert!(!bench.path("image").exists());

@@ -37,7 +37,7 @@ fn archive(bench: &Bench) -> PathBuf {
 /// An archive as the only layer of an image directory.
 fn image_directory(bench: &Bench, archive: &Path) -> PathBuf {
     let blobs = bench.path("oci/blobs/sha256");
-    fs::create_dir_all(&blobs).expect("folders can be made");
+    fs::create_dir_all(&blobs).expect("directories can be made");
     let blob = |bytes: &[u8], kind: &str| {
         let hash: [u8; 32] = Sha256::digest(bytes).into();
         let name = ferry_image::hex(&hash);
@@ -58,7 +58,7 @@ fn image_directory(bench: &Bench, archive: &Path) -> PathBuf {
 
 /// Twenty files of a few blocks, one that is kept with its inode, and a link.
 fn tree(bench: &Bench) {
-    fs::create_dir(bench.tree().join("dir")).expect("folders can be made");
+    fs::create_dir(bench.tree().join("dir")).expect("directories can be made");
     for number in 0..20 {
         let name = if number % 2 == 0 { format!("dir/{number}") } else { number.to_string() };
         fs::write(bench.tree().join(name), bytes(number, 5000 + number * 100)).expect("files can be made");

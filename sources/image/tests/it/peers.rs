@@ -36,24 +36,24 @@ fn of_bundle(bench: &Bench, bundle: &Bundle) -> Result<Tree, String> {
 /// What umoci unpacks, or what it says.
 fn unpacked(bench: &Bench, image: &str) -> Result<Tree, String> {
     let program = ferry_guest::Cache::from_env().and_then(|cache| cache.umoci()).expect("umoci can be fetched");
-    let folder = bench.path("unpacked");
+    let directory = bench.path("unpacked");
     // Directories that no layer names have the permissions that the mask leaves.
     let output = Command::new("sh")
         .args(["-c", "umask 022; exec \"$@\"", "sh"])
         .arg(program)
         .args(["unpack", "--image", image])
-        .arg(&folder)
-        .current_dir(bench.folder.path())
+        .arg(&directory)
+        .current_dir(bench.directory.path())
         .output()
         .expect("it starts");
     assert_eq!(output.status.signal(), None);
     let tree = if output.status.success() {
-        Ok(facts(&folder.join("rootfs")))
+        Ok(facts(&directory.join("rootfs")))
     } else {
         Err(String::from_utf8_lossy(&output.stderr).into_owned())
     };
-    if folder.exists() {
-        fs::remove_dir_all(&folder).expect("it can be removed");
+    if directory.exists() {
+        fs::remove_dir_all(&directory).expect("it can be removed");
     }
     tree
 }
@@ -341,7 +341,7 @@ fn random(seeds: std::ops::Range<u64>) {
 fn a_simple_model_agrees_on_random_layers() {
     let mut compared = 0;
     for seed in 0..300 {
-        let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a folder can be made"));
+        let bench = Bench::of(tempfile::tempdir_in("/dev/shm").expect("a directory can be made"));
         let (layers, bundle, text) = random_layers(&bench, seed);
         let (ours, model) = (of_bundle(&bench, &bundle), Model::of(&layers));
         assert_eq!(ours.is_ok(), model.is_some(), "seed {seed}: {:?}\n{text}", ours.err());
@@ -388,7 +388,7 @@ fn skopeo_copies_of_an_image_are_the_same_tree() {
         let output = Command::new(&program)
             .args(["--insecure-policy", "--tmpdir", ".", "copy", "--quiet"])
             .args(words)
-            .current_dir(bench.folder.path())
+            .current_dir(bench.directory.path())
             .output()
             .expect("it starts");
         assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -421,7 +421,7 @@ fn skopeo_copies_of_an_image_are_the_same_tree() {
 
 /// What GNU tar appends to an archive, and what it extracts of it then.
 fn tar(bench: &Bench, words: &[&str]) -> Result<(), String> {
-    let output = Command::new("tar").args(words).current_dir(bench.folder.path()).output().expect("tar is there");
+    let output = Command::new("tar").args(words).current_dir(bench.directory.path()).output().expect("tar is there");
     if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }
 }
 
@@ -449,7 +449,7 @@ fn gnu_tar_extracts_the_same_of_archives_that_were_appended_to() {
             tar(&bench, &[&[how, "archive.tar", "-C", "tree", "--sort=name"], &options[..], &["."]].concat())
                 .unwrap_or_else(|said| panic!("{options:?}: {said}"));
         };
-        fs::create_dir_all(tree.join("dir/empty")).expect("folders can be made");
+        fs::create_dir_all(tree.join("dir/empty")).expect("directories can be made");
         fs::write(tree.join("dir/file"), bytes(number, 5000)).expect("files can be made");
         fs::write(tree.join("changes"), "before").expect("files can be made");
         fs::write(tree.join("becomes-dir"), "before").expect("files can be made");
@@ -466,16 +466,16 @@ fn gnu_tar_extracts_the_same_of_archives_that_were_appended_to() {
         add("-cf");
         fs::write(tree.join("changes"), bytes(number, 9000)).expect("files can be made");
         fs::remove_file(tree.join("becomes-dir")).expect("files can be removed");
-        fs::create_dir(tree.join("becomes-dir")).expect("folders can be made");
+        fs::create_dir(tree.join("becomes-dir")).expect("directories can be made");
         fs::write(tree.join("becomes-dir/file"), "after").expect("files can be made");
-        fs::remove_dir(tree.join("dir/empty")).expect("folders can be removed");
+        fs::remove_dir(tree.join("dir/empty")).expect("directories can be removed");
         fs::write(tree.join("dir/empty"), "now a file").expect("files can be made");
         fs::remove_file(tree.join("link")).expect("files can be removed");
-        fs::create_dir(tree.join("link")).expect("folders can be made");
+        fs::create_dir(tree.join("link")).expect("directories can be made");
         sparse.set_len(20 << 20).expect("files can grow");
         // tar appends to no archive with a header for all members.
         add(if options[1..].iter().any(|option| option.starts_with("--pax-option")) { "-cf" } else { "-rf" });
-        fs::create_dir(bench.path("extracted")).expect("folders can be made");
+        fs::create_dir(bench.path("extracted")).expect("directories can be made");
         let extract = ["-xpf", "archive.tar", "-C", "extracted", "--xattrs", "--xattrs-include=*", "--same-owner"];
         tar(&bench, &extract).unwrap_or_else(|said| panic!("{options:?}: {said}"));
         let ours = built(&bench, bench.path("archive.tar").to_str().expect("text"));

@@ -16,7 +16,7 @@ use ferry_image::{
 /// Builds for fs-verity.
 fn build_sealed(source: &Path, bench: &Bench, (image, store): (&str, &str), options: BuildOptions) -> BuildReport {
     let options = BuildOptions { verity: true, ..options };
-    let store = Store::create(&bench.path(store)).expect("folders can be made");
+    let store = Store::create(&bench.path(store)).expect("directories can be made");
     build(source, &bench.path(image), store, &options, &|_, _| {}).expect("the tree can be built")
 }
 

@@ -110,7 +110,7 @@ fn only_unneeded_data_is_removed() {
     assert_eq!(collect(&bench, &["first", "second", "third"], Duration::ZERO, false).removed, []);
     // What killed builds and collections may leave, and what is none of ours.
     fs::write(packs.join(".new-abc"), "x").expect("files can be made");
-    fs::create_dir_all(packs.join(".new-dir/blobs")).expect("folders can be made");
+    fs::create_dir_all(packs.join(".new-dir/blobs")).expect("directories can be made");
     fs::write(packs.join(".new-dir/blobs/a"), bytes(7, 200_000)).expect("files can be made");
     fs::File::open(packs.join(".new-dir/blobs/a")).and_then(|file| file.sync_all()).expect("it has its blocks");
     std::os::unix::fs::symlink("/proc", packs.join(".new-link")).expect("links can be made");
@@ -262,7 +262,7 @@ fn the_same_bytes_in_two_packs_are_the_same() {
 fn nothing_is_lost(layout: Layout) {
     let bench = Bench::new();
     let images = bench.path("images");
-    fs::create_dir(&images).expect("folders can be made");
+    fs::create_dir(&images).expect("directories can be made");
     drop(Store::create(&bench.store()).expect("a store can be made"));
     let done = AtomicBool::new(false);
     let removed = std::thread::scope(|scope| {
@@ -271,7 +271,7 @@ fn nothing_is_lost(layout: Layout) {
                 let (bench, images) = (&bench, &images);
                 scope.spawn(move || {
                     let tree = bench.path(&format!("tree-{builder}"));
-                    fs::create_dir(&tree).expect("folders can be made");
+                    fs::create_dir(&tree).expect("directories can be made");
                     for round in 0..15_usize {
                         // Some files are the other builder's, too; each image replaces the one before.
                         for file in 0..20 {
@@ -362,7 +362,7 @@ fn only_unneeded_objects_are_removed() {
     let others = ["README", "ab", "zz/file", "00/file", ".new-abc"];
     for name in others {
         let path = objects.join(name);
-        fs::create_dir_all(path.parent().expect("it is in a folder")).expect("folders can be made");
+        fs::create_dir_all(path.parent().expect("it is in a directory")).expect("directories can be made");
         fs::write(path, "x").expect("files can be made");
     }
     let found = |done: &GcReport| (done.objects.removed, done.objects.young, done.objects.kept, done.leftovers);

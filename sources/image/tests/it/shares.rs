@@ -118,7 +118,7 @@ fn twenty(bench: &Bench, files: u64, size: fn(&mut Noise) -> u64) -> Taken {
     let (mut noise, mut ideal) = (Noise(42), Ideal::default());
     let mut padding = 0;
     for number in 0..16 {
-        fs::create_dir(bench.tree().join(format!("dir-{number}"))).expect("folders can be made");
+        fs::create_dir(bench.tree().join(format!("dir-{number}"))).expect("directories can be made");
     }
     for image in 0..IMAGES {
         let count = if image == 0 { files } else { files / 20 };

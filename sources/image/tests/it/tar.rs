@@ -23,7 +23,7 @@ fn archive(bench: &Bench, options: &[&str]) {
     let status = Command::new("tar")
         .args(options)
         .args(["-cf", "archive.tar", "-C", "tree", "."])
-        .current_dir(bench.folder.path())
+        .current_dir(bench.directory.path())
         .status();
     assert!(status.expect("tar is there").success(), "{options:?}");
 }

@@ -10,7 +10,7 @@ use std::process::Command;
 use common::{Bench, bytes, facts, fill};
 use ferry_image::{Image, Store};
 
-/// The folder of the tools; nothing where they cannot be fetched.
+/// The directory of the tools; nothing where they cannot be fetched.
 fn tools() -> Option<PathBuf> {
     match ferry_guest::Cache::from_env().and_then(|cache| cache.erofs()) {
         Ok(set) => Some(set.join("bin")),

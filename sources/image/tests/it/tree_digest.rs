@@ -15,14 +15,14 @@ use ferry_image::{
 /// Where an image says of which tree it is.
 const TREE_OFFSET: u64 = 992;
 
-fn built(tree: &Path, folder: &Path, name: &str, options: &BuildOptions) -> BuildReport {
-    let store = Store::create(&folder.join(format!("{name}.store"))).expect("a store");
-    build(tree, &folder.join(name), store, options, &|_, _| {}).expect("it can be built")
+fn built(tree: &Path, directory: &Path, name: &str, options: &BuildOptions) -> BuildReport {
+    let store = Store::create(&directory.join(format!("{name}.store"))).expect("a store");
+    build(tree, &directory.join(name), store, options, &|_, _| {}).expect("it can be built")
 }
 
 /// The digest is in the image, and what opens the image and its packs agrees with what built it.
-fn assert_proved(folder: &Path, name: &str, built: &BuildReport) {
-    let (image, store) = (folder.join(name), folder.join(format!("{name}.store")));
+fn assert_proved(directory: &Path, name: &str, built: &BuildReport) {
+    let (image, store) = (directory.join(name), directory.join(format!("{name}.store")));
     let opened = Image::open(&image, Some(built.tree)).expect("it is that tree");
     assert_eq!(opened.tree(), Some(built.tree), "{name}");
     opened.verify_tree(&store).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -34,23 +34,23 @@ fn a_tree_has_one_digest_whatever_the_store_held_and_however_it_is_built() {
     let bench = Bench::new();
     let tree = bench.tree();
     fill(&tree);
-    let folder = bench.folder.path();
+    let directory = bench.directory.path();
     let usual = BuildOptions { threads: 1, ..BuildOptions::default() };
-    let first = built(&tree, folder, "first", &usual);
-    assert_proved(folder, "first", &first);
-    assert_eq!(built(&tree, folder, "again", &usual), first, "into another empty store");
+    let first = built(&tree, directory, "first", &usual);
+    assert_proved(directory, "first", &first);
+    assert_eq!(built(&tree, directory, "again", &usual), first, "into another empty store");
 
     // A store with some pieces of it, in two packs.
     for (number, from, to) in [(0, 0, 100_000), (1, 200_000, 3 << 20)] {
         let part = bench.path(&format!("part-{number}"));
-        fs::create_dir(&part).expect("a folder");
+        fs::create_dir(&part).expect("a directory");
         fs::write(part.join("x"), &bytes(10, 5 << 20)[from / 65_536 * 65_536..to]).expect("a file");
-        built(&part, folder, "mixed", &usual);
+        built(&part, directory, "mixed", &usual);
     }
-    let mixed = built(&tree, folder, "mixed", &usual);
+    let mixed = built(&tree, directory, "mixed", &usual);
     assert!(mixed.packs.len() > 1 && mixed.digest != first.digest, "it takes pieces from other packs");
     assert_eq!(mixed.tree, first.tree);
-    assert_proved(folder, "mixed", &mixed);
+    assert_proved(directory, "mixed", &mixed);
 
     let mut order = Trace::default();
     assert!(order.add(b"/file-70000") && order.add(b"/file-4097"));
@@ -60,10 +60,10 @@ fn a_tree_has_one_digest_whatever_the_store_held_and_however_it_is_built() {
         ("order", BuildOptions { order: Some(order), ..usual.clone() }),
     ];
     for (name, options) in ways {
-        let other = built(&tree, folder, name, &options);
+        let other = built(&tree, directory, name, &options);
         assert_eq!(other.tree, first.tree, "{name}");
         assert_eq!(name == "threads", other.digest == first.digest, "{name}");
-        assert_proved(folder, name, &other);
+        assert_proved(directory, name, &other);
     }
 }
 
@@ -73,29 +73,29 @@ fn an_archive_of_a_tree_has_the_digest_of_the_tree() {
     let bench = Bench::new();
     let tree = bench.tree();
     // As in archives, which have no holes and no attributes unless that is asked for.
-    fs::create_dir(tree.join("dir")).expect("a folder");
+    fs::create_dir(tree.join("dir")).expect("a directory");
     fs::write(tree.join("dir/large"), bytes(1, 200_000)).expect("a file");
     fs::write(tree.join("small"), "small").expect("a file");
     fs::hard_link(tree.join("small"), tree.join("dir/other")).expect("a link");
     symlink("dir/large", tree.join("link")).expect("a link");
-    let folder = bench.folder.path();
+    let directory = bench.directory.path();
     let archive = bench.path("tree.tar");
     let mut tar = Command::new("tar");
     tar.args(["--format=posix", "--pax-option=delete=atime,delete=ctime", "--numeric-owner", "-cf"]);
     let status = tar.arg(&archive).arg("-C").arg(&tree).arg(".").status().expect("tar is there");
     assert!(status.success());
-    let of_tree = built(&tree, folder, "directory", &BuildOptions::default());
-    let of_archive = built(&archive, folder, "archive", &BuildOptions::default());
+    let of_tree = built(&tree, directory, "directory", &BuildOptions::default());
+    let of_archive = built(&archive, directory, "archive", &BuildOptions::default());
     assert_eq!(of_archive.tree, of_tree.tree);
 }
 
 #[test]
 fn each_difference_changes_the_tree_digest() {
     let bench = Bench::new();
-    let (tree, folder) = (bench.tree(), bench.folder.path());
+    let (tree, directory) = (bench.tree(), bench.directory.path());
     let make = |tree: &Path| {
         let _ = fs::remove_dir_all(tree);
-        fs::create_dir_all(tree.join("dir/below")).expect("folders");
+        fs::create_dir_all(tree.join("dir/below")).expect("directories");
         fs::write(tree.join("large"), bytes(1, 200_000)).expect("a file");
         fs::write(tree.join("small"), "small").expect("a file");
         fs::write(tree.join("same"), "small").expect("a file");
@@ -128,7 +128,7 @@ fn each_difference_changes_the_tree_digest() {
         ("a second", |tree| set_time(&tree.join("small"), 1001, 5)),
         ("a nanosecond", |tree| set_time(&tree.join("small"), 1000, 6)),
         ("a name", |tree| fs::rename(tree.join("same"), tree.join("samf")).expect("it is there")),
-        ("a folder", |tree| fs::rename(tree.join("same"), tree.join("dir/same")).expect("it is there")),
+        ("a directory", |tree| fs::rename(tree.join("same"), tree.join("dir/same")).expect("it is there")),
         ("a hard link in the place of a copy", |tree| {
             fs::remove_file(tree.join("same")).expect("it is there");
             fs::hard_link(tree.join("small"), tree.join("same")).expect("a link");
@@ -143,9 +143,9 @@ fn each_difference_changes_the_tree_digest() {
         }),
     ];
     make(&tree);
-    let mut met = vec![("nothing", built(&tree, folder, "image", &BuildOptions::default()).tree)];
+    let mut met = vec![("nothing", built(&tree, directory, "image", &BuildOptions::default()).tree)];
     make(&tree);
-    assert_eq!(built(&tree, folder, "image", &BuildOptions::default()).tree, met[0].1, "the same once more");
+    assert_eq!(built(&tree, directory, "image", &BuildOptions::default()).tree, met[0].1, "the same once more");
     for (what, change) in changes {
         make(&tree);
         change(&tree);
@@ -158,8 +158,8 @@ fn each_difference_changes_the_tree_digest() {
         if tree.join("small").metadata().expect("it is there").mtime() > 1001 {
             set_time(&tree.join("small"), 1000, 5);
         }
-        let built = built(&tree, folder, "image", &BuildOptions::default());
-        assert_proved(folder, "image", &built);
+        let built = built(&tree, directory, "image", &BuildOptions::default());
+        assert_proved(directory, "image", &built);
         if let Some((other, _)) = met.iter().find(|(_, tree)| *tree == built.tree) {
             panic!("{what} gives the digest of {other}");
         }
@@ -222,7 +222,7 @@ fn the_digest_of_a_composefs_image_is_that_of_its_tree() {
     let bench = Bench::new();
     fill(&bench.tree());
     let options = BuildOptions { layout: Layout::Composefs { version: None }, ..BuildOptions::default() };
-    let built = built(&bench.tree(), bench.folder.path(), "image", &options);
+    let built = built(&bench.tree(), bench.directory.path(), "image", &options);
     assert_eq!((built.tree, built.tree.algorithm()), (built.digest, Algorithm::Verity));
-    assert_proved(bench.folder.path(), "image", &built);
+    assert_proved(bench.directory.path(), "image", &built);
 }

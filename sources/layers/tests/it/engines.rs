@@ -18,7 +18,7 @@ struct Storage {
 
 impl Storage {
     fn new(place: &Place, mount: &Mount) -> Self {
-        let at = |name: &str| place.folder.path().join(name);
+        let at = |name: &str| place.directory.path().join(name);
         let storage = Self { graph: at("graph"), run: at("run"), file: at("storage.conf") };
         let text = format!(
             "[storage]\ndriver = \"overlay\"\ngraphroot = \"{}\"\nrunroot = \"{}\"\n[storage.options]\n\
@@ -54,7 +54,7 @@ impl Storage {
     }
 }
 
-/// Engines leave a mount of their own there, in the way of removing the folder.
+/// Engines leave a mount of their own there, in the way of removing the directory.
 impl Drop for Storage {
     fn drop(&mut self) {
         let _ = Command::new("umount").arg(self.graph.join("overlay")).output();
@@ -97,7 +97,7 @@ fn podman_pulls_without_the_layers_and_runs_containers() {
             // With --root it would leave out the options of the file.
             checked(storage.command(podman).args(["--runtime=runc", "--cgroup-manager=cgroupfs"]).args(args))
         };
-        let policy = place.folder.path().join("policy.json");
+        let policy = place.directory.path().join("policy.json");
         let policy = format!("--signature-policy={}", policy.display());
         podman(&["pull", "--quiet", "--tls-verify=false", &policy, &place.reference]);
         assert!(!has_pulled(&place), "Ferry fetches what is read");
@@ -117,7 +117,7 @@ fn podman_pulls_without_the_layers_and_runs_containers() {
         assert_eq!(said, "is shownnew\nx\n");
         // It reads the blobs. Docker's format has no zstd.
         if place.layers[0].media_type.ends_with("gzip") {
-            let saved = place.folder.path().join("saved");
+            let saved = place.directory.path().join("saved");
             podman(&["save", "--quiet", "--format=docker-dir", "--output", saved.to_str().unwrap(), &place.reference]);
             assert!(place.layers.iter().all(|layer| saved.join(&sha256(&layer.plain)[7..]).exists()));
         }

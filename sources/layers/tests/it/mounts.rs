@@ -26,7 +26,7 @@ impl Mount {
             ferry_skip::skip!("only root can put overlayfs on a mount, and needs /dev/fuse");
             return None;
         }
-        let at = place.folder.path().join("mount");
+        let at = place.directory.path().join("mount");
         fs::create_dir(&at).unwrap();
         let options = ferry_fuse::Options {
             cache: Cache::Auto,
@@ -70,15 +70,15 @@ fn overlayfs_stacks_the_layers() {
             assert!(look_for(layer), "it is there again");
         }
         assert!(fs::symlink_metadata(layers[0].join("diff/gone")).unwrap().file_type().is_char_device());
-        let folder = |name: &str| {
-            let path = place.folder.path().join(name);
+        let directory = |name: &str| {
+            let path = place.directory.path().join(name);
             fs::create_dir(&path).unwrap();
             path
         };
-        let (upper, work, merged) = (folder("upper"), folder("work"), folder("merged"));
+        let (upper, work, merged) = (directory("upper"), directory("work"), directory("merged"));
         let lower: Vec<_> = layers.iter().map(|layer| layer.join("diff").display().to_string()).collect();
         // mount(8) takes these paths, which have colons, as containers/storage does: by links without them.
-        let links: Vec<_> = (0..lower.len()).map(|number| place.folder.path().join(format!("l{number}"))).collect();
+        let links: Vec<_> = (0..lower.len()).map(|number| place.directory.path().join(format!("l{number}"))).collect();
         lower.iter().zip(&links).for_each(|(lower, link)| std::os::unix::fs::symlink(lower, link).unwrap());
         let lower: Vec<_> = links.iter().map(|link| link.display().to_string()).collect();
         let options = format!("lowerdir={},upperdir={},workdir={}", lower.join(":"), upper.display(), work.display());
@@ -106,7 +106,7 @@ fn overlayfs_stacks_the_layers() {
     });
 }
 
-/// Others see the folder, and may enter it as far as the mount lets them.
+/// Others see the directory, and may enter it as far as the mount lets them.
 #[test]
 fn directories_can_be_entered_and_read() {
     let place = Place::of(crate::toc_layers::Format::Estargz);

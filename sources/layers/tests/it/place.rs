@@ -54,9 +54,9 @@ pub fn eventually<T>(mut attempt: impl FnMut() -> Option<T>) -> T {
     panic!("not in a minute");
 }
 
-/// A registry, and a folder for a store.
+/// A registry, and a directory for a store.
 pub struct Place {
-    pub folder: tempfile::TempDir,
+    pub directory: tempfile::TempDir,
     pub fake: Fake,
     pub layers: Vec<Layer>,
     pub reference: String,
@@ -67,8 +67,8 @@ impl Place {
         let fake = Fake::start();
         let reference = format!("{}/a/b:1", fake.address);
         // On a disk, as overlayfs and sparse packs have it in use.
-        let folder = tempfile::Builder::new().prefix("ferry-layers.").tempdir_in("/var/tmp").unwrap();
-        let place = Self { folder, fake, layers, reference };
+        let directory = tempfile::Builder::new().prefix("ferry-layers.").tempdir_in("/var/tmp").unwrap();
+        let place = Self { directory, fake, layers, reference };
         place.tag("1", &place.layers);
         place
     }
@@ -96,7 +96,7 @@ impl Place {
     }
 
     pub fn root(&self) -> PathBuf {
-        self.folder.path().join("root")
+        self.directory.path().join("root")
     }
 
     pub fn open(&self) -> Tree {

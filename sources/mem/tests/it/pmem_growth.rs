@@ -4,7 +4,7 @@
 //! cargo test -p ferry-mem --test it pmem_growth -- --include-ignored --nocapture --test-threads=1
 //! ```
 //!
-//! `FERRY_TEST_DIR` says where; the default is the folder for temporary files.
+//! `FERRY_TEST_DIR` says where; the default is the directory for temporary files.
 use crate::pmem_common;
 
 use std::fs::File;
@@ -23,7 +23,7 @@ const FILES_OF_A_DIR: u64 = 1000;
 /// One measures at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
-fn folder() -> tempfile::TempDir {
+fn directory() -> tempfile::TempDir {
     let parent = std::env::var_os("FERRY_TEST_DIR").map_or_else(std::env::temp_dir, Into::into);
     tempfile::tempdir_in(parent).unwrap()
 }
@@ -76,7 +76,7 @@ fn remove(fs: &PMem, files: u64) {
 
 /// What each step with so many files takes of the processor.
 fn costs(files: u64, bytes: u64) -> [(&'static str, Duration); 5] {
-    let dir = folder();
+    let dir = directory();
     let mut last = cpu_time();
     let mut spent = || {
         let now = cpu_time();
@@ -174,7 +174,7 @@ fn memory_of_a_mount(image: &Path) -> Memory {
 #[test]
 #[ignore = "started by others here"]
 fn this_process_mounts() {
-    let own = folder();
+    let own = directory();
     let image = std::env::var_os(IMAGE).unwrap_or_else(|| {
         drop(self::image(own.path(), 1 << 20));
         own.path().join("image").into()
@@ -189,7 +189,7 @@ fn this_process_mounts() {
 /// Its log has room for a million files, and is read as far as it goes.
 #[test]
 fn an_empty_image_is_checked_and_mounted_in_little_memory_however_large_it_is() {
-    let dir = folder();
+    let dir = directory();
     let path = dir.path().join("image");
     File::create(&path).unwrap().set_len(16 << 30).unwrap();
     drop(open(&path, &Options::default()).unwrap());
@@ -202,7 +202,7 @@ fn an_empty_image_is_checked_and_mounted_in_little_memory_however_large_it_is() 
 #[test]
 fn a_file_of_a_few_bytes_takes_little_memory() {
     const FILES: u64 = 30_000;
-    let dir = folder();
+    let dir = directory();
     let fs = image(dir.path(), 1 << 30);
     make(&fs, FILES);
     drop(fs);
@@ -214,7 +214,7 @@ fn a_file_of_a_few_bytes_takes_little_memory() {
 
 /// An image from which so many files were removed takes the memory of a new one.
 fn gives_memory_back(files: u64, bytes: u64) {
-    let dir = folder();
+    let dir = directory();
     drop(image(dir.path(), bytes));
     let new = memory_of_a_mount(&dir.path().join("image"));
     let fs = image(dir.path(), bytes);

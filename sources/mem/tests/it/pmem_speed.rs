@@ -4,7 +4,7 @@
 //! cargo test --release -p ferry-mem --test it pmem_speed -- --ignored --nocapture --test-threads=1
 //! ```
 //!
-//! `FERRY_TEST_DIR` says where; the default is the folder for temporary files.
+//! `FERRY_TEST_DIR` says where; the default is the directory for temporary files.
 #![allow(
     clippy::unwrap_used,
     clippy::cast_possible_truncation,
@@ -29,7 +29,7 @@ const FILE_BYTES: u64 = 32 << 20;
 const WRITE_BYTES: u64 = 4096;
 const TIME: Duration = Duration::from_secs(4);
 
-fn folder() -> tempfile::TempDir {
+fn directory() -> tempfile::TempDir {
     let parent = std::env::var_os("FERRY_TEST_DIR").map_or_else(std::env::temp_dir, Into::into);
     tempfile::tempdir_in(parent).unwrap()
 }
@@ -58,7 +58,7 @@ fn rate(threads: u64, write: impl Fn(u64, u64) + Sync) -> f64 {
 
 fn random_writes(sync: bool, what: &str) {
     for threads in [1, 4] {
-        let dir = folder();
+        let dir = directory();
         let fs = image(dir.path());
         let files: Vec<_> = (0..threads)
             .map(|thread| {
@@ -111,7 +111,7 @@ fn random_4k_writes_with_fsync() {
 #[ignore = "measures"]
 fn mounting_100_000_files() {
     const FILES: u64 = 100_000;
-    let dir = folder();
+    let dir = directory();
     let fs = image(dir.path());
     let start = Instant::now();
     for index in 0..FILES {

@@ -168,8 +168,8 @@ fn moves_and_listings_do_not_wait_for_each_other_in_a_circle() {
 /// Requests on a file that others end meanwhile leave an image that is sound.
 #[test]
 fn nothing_is_recorded_of_an_inode_that_has_ended() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("image");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("image");
     let sized = ferry_mem::pmem::Options { size_bytes: Some(8 << 20), ..Default::default() };
     let fs = ferry_mem::pmem::open(&path, &sized).unwrap();
     let cx = crate::pmem_common::cx();

@@ -153,7 +153,7 @@ impl CachedFile {
     }
 
     /// Returns the read-ahead limits of one message: whole pages, if it carries one.
-    pub(super) fn reach(&self) -> ReadAheadLimit {
+    pub(super) fn read_ahead_limit(&self) -> ReadAheadLimit {
         let Limits { depth, bytes_max, .. } = self.cache.limits;
         let message = self.message_bytes_before();
         let message = if message >= PAGE_BYTES { message / PAGE_BYTES * PAGE_BYTES } else { message };

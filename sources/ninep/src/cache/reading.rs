@@ -29,14 +29,14 @@ impl CachedFile {
     /// Those of the server. Some bytes may have been copied then.
     pub fn read(self: &Arc<Self>, offset: u64, len: usize, out: &mut dyn Output) -> Result<usize> {
         let asked_end = offset.saturating_add(len as u64);
-        let reach = self.reach();
+        let limit = self.read_ahead_limit();
         let mut state = self.lock();
         if offset >= state.size || len == 0 {
             return Ok(0);
         }
         let since = state.last;
         let size = state.size;
-        let stream = state.streams.note(offset, asked_end.min(size), reach);
+        let stream = state.streams.note(offset, asked_end.min(size), limit);
         let mut at = offset;
         let mut looked_ahead = false;
         let mut missed = false;
@@ -44,11 +44,11 @@ impl CachedFile {
             let came = copy_out(&mut state, &mut at, asked_end, out);
             let end = asked_end.min(state.size).max(at);
             let ReadProgress::To(missing) = came else {
-                if !looked_ahead && let Some(ahead) = state.streams.wants(stream, end, reach) {
-                    let flights = self.plan(&mut state, ahead, true);
-                    let reached = flights.1;
+                if !looked_ahead && let Some(ahead) = state.streams.wants(stream, end, limit) {
+                    let planned = self.plan(&mut state, ahead, true);
+                    let reached = planned.1;
                     state.streams.reached(stream, reached);
-                    drop(self.begin_reads(state, flights.0));
+                    drop(self.begin_reads(state, planned.0));
                 }
                 let count = if missed { &self.cache.totals.misses } else { &self.cache.totals.hits };
                 count.fetch_add(1, Ordering::Relaxed);
@@ -60,21 +60,21 @@ impl CachedFile {
             }
             if state.pages.is_fetching(missing / PAGE) {
                 if !looked_ahead {
-                    state.streams.stalled(stream, reach);
+                    state.streams.stalled(stream, limit);
                 }
             } else {
                 state.streams.fell_back(stream, missing);
             }
-            let (mut flights, reached) = self.plan(&mut state, (missing, end), false);
+            let (mut planned, reached) = self.plan(&mut state, (missing, end), false);
             if !looked_ahead && reached >= end {
                 looked_ahead = true;
-                if let Some(ahead) = state.streams.wants(stream, end, reach) {
-                    self.extend(&mut state, &mut flights, ahead, stream);
-                } else if state.streams.is_single(stream) && !flights.is_empty() {
-                    self.plan_read_around(&mut state, &mut flights, missing);
+                if let Some(ahead) = state.streams.wants(stream, end, limit) {
+                    self.extend(&mut state, &mut planned, ahead, stream);
+                } else if state.streams.is_single(stream) && !planned.is_empty() {
+                    self.plan_read_around(&mut state, &mut planned, missing);
                 }
             }
-            state = if flights.is_empty() { self.wait(state) } else { self.begin_reads(state, flights) };
+            state = if planned.is_empty() { self.wait(state) } else { self.begin_reads(state, planned) };
         }
     }
 
@@ -82,13 +82,13 @@ impl CachedFile {
     fn extend(
         &self,
         state: &mut State,
-        flights: &mut Vec<InFlightMessage>,
+        planned: &mut Vec<InFlightMessage>,
         ahead: (u64, u64),
         stream: super::stream::StreamId,
     ) {
-        let message = self.reach().message_bytes;
+        let message = self.read_ahead_limit().message_bytes;
         let mut from = ahead.0;
-        if let Some(last) = flights.last_mut()
+        if let Some(last) = planned.last_mut()
             && last.to == from.min(state.remote_size)
             && last.to % PAGE == 0
         {
@@ -100,19 +100,19 @@ impl CachedFile {
             }
             from = from.max(last.to);
             let (number, to) = (last.number, last.to);
-            if let Some(flight) = state.flights.iter_mut().find(|flight| flight.number == number) {
+            if let Some(flight) = state.in_flight.iter_mut().find(|flight| flight.number == number) {
                 flight.to = to;
             }
         }
         let (more, reached) = self.plan(state, (from, ahead.1), true);
-        flights.extend(more);
+        planned.extend(more);
         state.streams.reached(stream, reached);
     }
 
     /// Plans the read-around of a byte, after the requests that a caller waits for.
-    fn plan_read_around(&self, state: &mut State, flights: &mut Vec<InFlightMessage>, at: u64) {
+    fn plan_read_around(&self, state: &mut State, planned: &mut Vec<InFlightMessage>, at: u64) {
         let Limits { around_bytes_max, bytes_max, .. } = self.cache.limits;
-        let most = self.reach().message_bytes.min(around_bytes_max.min(bytes_max / 256) as u64);
+        let most = self.read_ahead_limit().message_bytes.min(around_bytes_max.min(bytes_max / 256) as u64);
         let bytes = self.cache.totals.link.around_bytes().min(most) / PAGE * PAGE;
         if bytes == 0 || !state.pages.around.pays() {
             return;
@@ -124,19 +124,19 @@ impl CachedFile {
         }
         state.pages.around.blocks += u64::from(!around.is_empty());
         // `plan` has just appended them.
-        let first = state.flights.len() - around.len();
-        state.flights[first..].iter_mut().for_each(|flight| flight.around = true);
-        flights.extend(around);
+        let first = state.in_flight.len() - around.len();
+        state.in_flight[first..].iter_mut().for_each(|flight| flight.around = true);
+        planned.extend(around);
     }
 
     /// Plans messages for the missing parts of a range, up to the maximum in flight; also returns how far they reach.
     /// Read-ahead leaves one message free for readers that wait.
     pub(super) fn plan(&self, state: &mut State, range: (u64, u64), ahead: bool) -> (Vec<InFlightMessage>, u64) {
         self.message_bytes();
-        let reach = self.reach();
+        let limit = self.read_ahead_limit();
         let depth = self.cache.limits.depth.max(1);
         let mut room = depth.saturating_sub(state.reads()).saturating_sub(usize::from(ahead));
-        let mut flights = Vec::new();
+        let mut planned = Vec::new();
         let end = range.1.min(state.remote_size);
         let mut page = range.0 / PAGE;
         while page * PAGE < end {
@@ -145,12 +145,12 @@ impl CachedFile {
                 continue;
             }
             if room == 0 {
-                return (flights, page * PAGE);
+                return (planned, page * PAGE);
             }
             let kind = Kind::Read { remote_size: state.remote_size };
             // A partially fetched page continues where it ended.
             let from = page * PAGE + state.pages.get(page).map_or(0, |content| content.fetch_from() as u64);
-            let until = (from + reach.message_bytes).min(end.next_multiple_of(PAGE)).min(state.remote_size);
+            let until = (from + limit.message_bytes).min(end.next_multiple_of(PAGE)).min(state.remote_size);
             if until <= from {
                 // The server's part is known, and the rest of the page is zeros.
                 let known = Span::of(page, 0, from).to;
@@ -165,18 +165,18 @@ impl CachedFile {
             }
             room -= 1;
             page = to.div_ceil(PAGE);
-            flights.push(state.begin(kind, from, to));
+            planned.push(state.begin(kind, from, to));
         }
-        (flights, range.1.max(page * PAGE))
+        (planned, range.1.max(page * PAGE))
     }
 
     /// Releases the lock, sends the planned reads, and then drops pages beyond the limit.
     pub(super) fn begin_reads<'a>(
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, State>,
-        flights: Vec<InFlightMessage>,
+        planned: Vec<InFlightMessage>,
     ) -> MutexGuard<'a, State> {
-        if flights.is_empty() {
+        if planned.is_empty() {
             return state;
         }
         let is_new = !std::mem::replace(&mut state.listed, true);
@@ -184,7 +184,7 @@ impl CachedFile {
         if is_new {
             self.cache.list(self);
         }
-        for flight in flights {
+        for flight in planned {
             let bytes = usize::try_from(flight.to - flight.from).unwrap_or_default();
             self.cache.totals.read.begun(bytes);
             self.remote().read(flight.from, self.cache.buffers.for_read(bytes), self.done(&flight));

@@ -69,7 +69,7 @@ pub(super) struct State {
     /// Increases when older replies about the size become invalid.
     pub version: u64,
     /// Messages in flight, in the order of their start.
-    pub flights: Vec<InFlightMessage>,
+    pub in_flight: Vec<InFlightMessage>,
     /// The number of the last message.
     pub last: u64,
     failures: Vec<Failure>,
@@ -99,7 +99,7 @@ impl State {
             size,
             remote_size: size,
             version: 0,
-            flights: Vec::new(),
+            in_flight: Vec::new(),
             last: 0,
             failures: Vec::with_capacity(FAILURES),
             streams: Streams::default(),
@@ -130,27 +130,27 @@ impl State {
             around: false,
             size: Size::Whole,
         };
-        self.flights.push(flight);
+        self.in_flight.push(flight);
         flight
     }
 
     /// A message has ended.
     pub fn end(&mut self, number: u64) -> Option<InFlightMessage> {
-        let at = self.flights.iter().position(|flight| flight.number == number)?;
-        Some(self.flights.remove(at))
+        let at = self.in_flight.iter().position(|flight| flight.number == number)?;
+        Some(self.in_flight.remove(at))
     }
 
     pub fn reads(&self) -> usize {
-        self.flights.iter().filter(|flight| matches!(flight.kind, Kind::Read { .. })).count()
+        self.in_flight.iter().filter(|flight| matches!(flight.kind, Kind::Read { .. })).count()
     }
 
     /// Returns whether a write is in flight that began no later than this message.
     pub fn is_writing(&self, last: u64) -> bool {
-        self.flights.iter().any(|flight| flight.kind == Kind::Write && flight.number <= last)
+        self.in_flight.iter().any(|flight| flight.kind == Kind::Write && flight.number <= last)
     }
 
     pub fn is_syncing(&self) -> bool {
-        self.flights.iter().any(|flight| flight.kind == Kind::Sync)
+        self.in_flight.iter().any(|flight| flight.kind == Kind::Sync)
     }
 
     /// Remembers a failed read.
@@ -169,13 +169,13 @@ impl State {
 
     /// Marks reads in flight of a range as stale.
     pub fn make_stale(&mut self, from: u64, to: u64) {
-        for at in 0..self.flights.len() {
-            let flight = self.flights[at];
+        for at in 0..self.in_flight.len() {
+            let flight = self.in_flight[at];
             let is_read = matches!(flight.kind, Kind::Read { .. });
             if !is_read || flight.stale || flight.pages().end * PAGE <= from || flight.from / PAGE * PAGE >= to {
                 continue;
             }
-            self.flights[at].stale = true;
+            self.in_flight[at].stale = true;
             for page in flight.pages() {
                 self.pages.fetched(page, None::<fn(&mut super::pages::Page)>);
             }

@@ -44,9 +44,9 @@ pub(super) struct ReadAheadLimit {
 
 impl Streams {
     /// Records a read, and returns its stream.
-    pub fn note(&mut self, offset: u64, end: u64, reach: ReadAheadLimit) -> StreamId {
+    pub fn note(&mut self, offset: u64, end: u64, limit: ReadAheadLimit) -> StreamId {
         self.clock += 1;
-        let first = FIRST_BYTES.min(reach.window_bytes_max);
+        let first = FIRST_BYTES.min(limit.window_bytes_max);
         let exact = self.list.iter().position(|stream| stream.used > 0 && stream.next == offset);
         let id = exact.or_else(|| self.list.iter().position(|stream| stream.is_near(offset)));
         if let Some(id) = id {
@@ -64,24 +64,24 @@ impl Streams {
     }
 
     /// Returns the range to read ahead for a stream that has read up to `end`, if any.
-    pub fn wants(&mut self, id: StreamId, end: u64, reach: ReadAheadLimit) -> Option<(u64, u64)> {
+    pub fn wants(&mut self, id: StreamId, end: u64, limit: ReadAheadLimit) -> Option<(u64, u64)> {
         let stream = &mut self.list[id.0];
         stream.ahead = stream.ahead.max(end);
         if stream.window == 0 {
             return None;
         }
         let left = stream.ahead - end;
-        if stream.window < reach.message_bytes {
+        if stream.window < limit.message_bytes {
             if left > stream.window / 2 {
                 return None;
             }
             let target = end + stream.window;
-            stream.window = (stream.window * 2).min(reach.window_bytes_max);
+            stream.window = (stream.window * 2).min(limit.window_bytes_max);
             return Some((stream.ahead, target.max(stream.ahead)));
         }
         // Whole messages from here on; the second keeps the link busy while the first is consumed.
-        stream.window = stream.window.max(2 * reach.message_bytes).min(reach.window_bytes_max);
-        let whole = stream.window.saturating_sub(left) / reach.message_bytes * reach.message_bytes;
+        stream.window = stream.window.max(2 * limit.message_bytes).min(limit.window_bytes_max);
+        let whole = stream.window.saturating_sub(left) / limit.message_bytes * limit.message_bytes;
         (whole > 0).then(|| (stream.ahead, stream.ahead + whole))
     }
 
@@ -103,9 +103,9 @@ impl Streams {
     }
 
     /// The reader waits for its read-ahead: the window is too small for the round trip.
-    pub fn stalled(&mut self, id: StreamId, reach: ReadAheadLimit) {
+    pub fn stalled(&mut self, id: StreamId, limit: ReadAheadLimit) {
         let stream = &mut self.list[id.0];
-        stream.window = (stream.window * 2).min(reach.window_bytes_max);
+        stream.window = (stream.window * 2).min(limit.window_bytes_max);
     }
 }
 

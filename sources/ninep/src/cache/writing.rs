@@ -161,7 +161,9 @@ impl CachedFile {
             let flight = state.begin_sync();
             drop(state);
             self.send_sync(&flight);
-            drop(self.wait_while(self.lock(), |state| state.flights.iter().any(|other| other.number == flight.number)));
+            drop(
+                self.wait_while(self.lock(), |state| state.in_flight.iter().any(|other| other.number == flight.number)),
+            );
             if self.restarts() == restarts {
                 return;
             }
@@ -404,8 +406,8 @@ impl CachedFile {
 
     /// Waits for a page that must be known before it can be written.
     fn fetch<'a>(self: &'a Arc<Self>, mut state: MutexGuard<'a, State>, page: u64) -> MutexGuard<'a, State> {
-        let flights = self.plan(&mut state, (page * PAGE, (page + 1) * PAGE), false).0;
-        if flights.is_empty() { self.wait(state) } else { self.begin_reads(state, flights) }
+        let planned = self.plan(&mut state, (page * PAGE, (page + 1) * PAGE), false).0;
+        if planned.is_empty() { self.wait(state) } else { self.begin_reads(state, planned) }
     }
 }
 
@@ -498,7 +500,7 @@ impl State {
             });
         }
         let flight = self.begin(Kind::Write, from, to);
-        if let Some(last) = self.flights.last_mut() {
+        if let Some(last) = self.in_flight.last_mut() {
             (last.restarts, last.size) = (restarts, size);
         }
         flight

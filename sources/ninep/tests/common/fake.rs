@@ -29,13 +29,13 @@ pub struct Fake {
     socket: PathBuf,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl Fake {
     pub fn new(behaviour: impl Fn(Tag, &Request<'_>) -> Option<Act> + Send + Sync + 'static) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
         let listener = UnixListener::bind(&socket).unwrap();
         let over = Arc::new(AtomicBool::new(false));
         let (is_over, behaviour): (_, Arc<Behaviour>) = (Arc::clone(&over), Arc::new(behaviour));
@@ -49,7 +49,7 @@ impl Fake {
                 std::thread::spawn(move || serve(stream.unwrap(), &*behaviour));
             }
         });
-        Self { socket, over, thread: Some(thread), _folder: folder }
+        Self { socket, over, thread: Some(thread), _directory: directory }
     }
 
     pub fn connect(&self, options: Options) -> Result<Client, Error> {

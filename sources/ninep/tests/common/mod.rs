@@ -29,7 +29,7 @@ pub struct Served {
     users: Users,
     /// Clients are told what others do.
     events: AtomicBool,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl Served {
@@ -43,10 +43,10 @@ impl Served {
     }
 
     pub fn of(source: Arc<dyn FileSystem>, users: Users) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
         let (export, events) = (Mutex::default(), AtomicBool::new(false));
-        let served = Self { export, socket, source, users, events, _folder: folder };
+        let served = Self { export, socket, source, users, events, _directory: directory };
         served.start();
         served
     }

@@ -53,16 +53,16 @@ fn make(client: &Client, names: impl Iterator<Item = String>) {
 }
 
 fn sources() -> Vec<(Arc<dyn FileSystem>, Option<tempfile::TempDir>)> {
-    let folder = tempfile::tempdir_in("/var/tmp").unwrap();
-    let dir = ferry_dir::Dir::open(folder.path(), ferry_dir::Options::default()).unwrap();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let dir = ferry_dir::Dir::open(directory.path(), ferry_dir::Options::default()).unwrap();
     let mem = ferry_mem::Mem::new(&ferry_mem::Options::default()).unwrap();
-    vec![(Arc::new(mem), None), (Arc::new(dir), Some(folder))]
+    vec![(Arc::new(mem), None), (Arc::new(dir), Some(directory))]
 }
 
 /// 995 of 1000 files are removed when some entries were taken: of what comes then, all is there.
 #[test]
 fn names_that_this_client_has_removed_are_not_listed() {
-    for (source, _folder) in sources() {
+    for (source, _directory) in sources() {
         for plus in [false, true] {
             let served = Served::of(Arc::clone(&source), ferry_ninep::Users::Client);
             let client = served.connect(Options::default());
@@ -100,7 +100,7 @@ fn names_that_this_client_has_removed_are_not_listed() {
 /// As `rm -r` does it where a listing is long: what was told is removed before the next is asked for. Nothing is passed over.
 #[test]
 fn a_directory_can_be_emptied_while_it_is_listed() {
-    for (source, _folder) in sources() {
+    for (source, _directory) in sources() {
         for plus in [false, true] {
             let served = Served::of(Arc::clone(&source), ferry_ninep::Users::Client);
             let client = served.connect(Options::default());
@@ -239,12 +239,12 @@ fn creation_in_a_setgid_directory_matches_a_local_one() {
     if !rustix::process::geteuid().is_root() {
         return ferry_skip::skip!("needs root, to make files of others");
     }
-    let folder = tempfile::tempdir_in("/var/tmp").unwrap();
-    let path = |text: &str| folder.path().join(text);
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = |text: &str| directory.path().join(text);
     std::fs::create_dir(path("d")).unwrap();
     chown(path("d"), Some(0), Some(300)).unwrap();
     std::fs::set_permissions(path("d"), std::fs::Permissions::from_mode(0o2777)).unwrap();
-    let dir = ferry_dir::Dir::open(folder.path(), ferry_dir::Options::default()).unwrap();
+    let dir = ferry_dir::Dir::open(directory.path(), ferry_dir::Options::default()).unwrap();
     let served = Served::of(Arc::new(dir), ferry_ninep::Users::Client);
     let client = served.connect(Options::default());
     let d = client.lookup(&CX, Ino::ROOT, name("d")).unwrap();

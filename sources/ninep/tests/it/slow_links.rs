@@ -24,13 +24,13 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 struct Narrow {
     socket: PathBuf,
     connections: Arc<AtomicUsize>,
-    _folder: TempDir,
+    _directory: TempDir,
 }
 
 impl Narrow {
     fn to(server: &Path) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
         let listener = UnixListener::bind(&socket).unwrap();
         let (server, connections) = (server.to_owned(), Arc::<AtomicUsize>::default());
         let counted = Arc::clone(&connections);
@@ -44,7 +44,7 @@ impl Narrow {
                 std::thread::spawn(move || carry(other.0, other.1));
             }
         });
-        Self { socket, connections, _folder: folder }
+        Self { socket, connections, _directory: directory }
     }
 }
 
@@ -86,8 +86,8 @@ fn a_server_that_keeps_sending_keeps_its_connection() {
 
 #[test]
 fn a_server_that_accepts_no_connection_times_out() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
     let address = SockAddr::unix(&path).unwrap();
     let listener = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
     listener.bind(&address).unwrap();

@@ -15,7 +15,7 @@ const FILES: u64 = 30;
 #[test]
 fn clients_at_once_never_pass_the_limit() {
     // ext4 allocates blocks of its own later, when it writes data back.
-    let tree = Tree::in_folder("/dev/shm".as_ref(), 400 * K, Some(FILES));
+    let tree = Tree::in_directory("/dev/shm".as_ref(), 400 * K, Some(FILES));
     let limit = disk_usage(tree.dir.path()).bytes + 400 * K;
     let shared = tree.create("shared").unwrap();
     let mut fullest = 0;

@@ -33,12 +33,12 @@ pub fn open(path: &Path, limits: Limits) -> Arc<Quota> {
 impl Tree {
     /// Creates an empty directory with a limit in bytes, not counting itself.
     pub fn new(bytes: u64, files: Option<u64>) -> Self {
-        Self::in_folder(&std::env::temp_dir(), bytes, files)
+        Self::in_directory(&std::env::temp_dir(), bytes, files)
     }
 
-    /// The same, on the file system of a folder.
-    pub fn in_folder(folder: &Path, bytes: u64, files: Option<u64>) -> Self {
-        let dir = tempfile::tempdir_in(folder).unwrap();
+    /// The same, on the file system of a directory.
+    pub fn in_directory(directory: &Path, bytes: u64, files: Option<u64>) -> Self {
+        let dir = tempfile::tempdir_in(directory).unwrap();
         let own = storage(&dir.path().metadata().unwrap());
         Self { quota: open(dir.path(), limits(bytes.saturating_add(own), files)), cx: caller(), dir }
     }

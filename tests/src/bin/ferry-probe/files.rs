@@ -342,7 +342,7 @@ fn flags_ioctl(dir: &Path) {
     assert!(ioctl_getflags(File::open(dir).unwrap().as_fd()).is_ok(), "no flags of a directory");
 }
 
-/// Whether the file system below is tmpfs, as far as the name of the folder tells.
+/// Whether the file system below is tmpfs, as far as the name of the directory tells.
 pub fn on_tmpfs(dir: &Path) -> bool {
     dir.to_string_lossy().contains("tmpfs")
 }

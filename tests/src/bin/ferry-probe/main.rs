@@ -56,12 +56,12 @@ fn main() -> ExitCode {
         if !wanted.is_empty() && !wanted.iter().any(|one| one == name) {
             continue;
         }
-        let folder = Path::new(dir).join(format!("probe-{name}"));
+        let directory = Path::new(dir).join(format!("probe-{name}"));
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            let _ = std::fs::remove_dir_all(&folder);
-            std::fs::create_dir(&folder).unwrap();
-            check(&folder);
-            std::fs::remove_dir_all(&folder).unwrap();
+            let _ = std::fs::remove_dir_all(&directory);
+            std::fs::create_dir(&directory).unwrap();
+            check(&directory);
+            std::fs::remove_dir_all(&directory).unwrap();
         }));
         match outcome {
             Ok(()) => println!("{name} ok"),

@@ -129,23 +129,23 @@ pub fn role(args: &[String]) -> ExitCode {
             println!("got");
         }
         ["append", path, name, count] => append(path, name, count.parse().unwrap()),
-        ["count", kind, folder, count] => count_up(kind, Path::new(folder), count.parse().unwrap()),
-        ["churn", folder, seconds] => churn(Path::new(folder), seconds.parse().unwrap()),
+        ["count", kind, directory, count] => count_up(kind, Path::new(directory), count.parse().unwrap()),
+        ["churn", directory, seconds] => churn(Path::new(directory), seconds.parse().unwrap()),
         ["map-write", path, at, text] => {
             let mut map = Mapping::new(&open(path), 65_536).unwrap();
             map.write(at.parse().unwrap(), text.as_bytes());
             map.sync();
         }
         ["mapped-times", path] => mapped_times(Path::new(path)),
-        ["create", folder, name, count] => {
+        ["create", directory, name, count] => {
             for number in 0..count.parse::<u32>().unwrap() {
-                let path = Path::new(folder).join(format!("{name}{number}"));
+                let path = Path::new(directory).join(format!("{name}{number}"));
                 fs::write(&path, name).unwrap();
-                fs::rename(&path, Path::new(folder).join(format!("{name}-{number}"))).unwrap();
+                fs::rename(&path, Path::new(directory).join(format!("{name}-{number}"))).unwrap();
             }
         }
-        ["storm", folder, seed, seconds] => {
-            crate::storms::storm(Path::new(folder), seed.parse().unwrap(), seconds.parse().unwrap());
+        ["storm", directory, seed, seconds] => {
+            crate::storms::storm(Path::new(directory), seed.parse().unwrap(), seconds.parse().unwrap());
         }
         ["mixed", path, way, zone] => crate::storms::mixed(path, way, zone.parse().unwrap()),
         _ => {
@@ -254,11 +254,11 @@ fn check_appended(path: &Path, names: &[&str], count: usize) {
 
 /// Adds one to a number in a file, under a lock, over and over. The file is opened again each time: caches that promise
 /// close-to-open see what the last one wrote.
-fn count_up(kind: &str, folder: &Path, count: u32) {
-    let guard = open(folder.join("lock").to_str().unwrap());
+fn count_up(kind: &str, directory: &Path, count: u32) {
+    let guard = open(directory.join("lock").to_str().unwrap());
     for _ in 0..count {
         lock(kind, &guard, true).unwrap();
-        let file = open(folder.join("number").to_str().unwrap());
+        let file = open(directory.join("number").to_str().unwrap());
         let mut bytes = [0; 8];
         let read = file.read_at(&mut bytes, 0).unwrap();
         let number = if read == 8 { u64::from_le_bytes(bytes) } else { 0 };
@@ -273,13 +273,13 @@ fn count_up(kind: &str, folder: &Path, count: u32) {
 }
 
 /// Makes and removes files whose names begin with `c`.
-fn churn(folder: &Path, seconds: f64) {
+fn churn(directory: &Path, seconds: f64) {
     let start = std::time::Instant::now();
     let mut number = 0_u64;
     while start.elapsed().as_secs_f64() < seconds {
-        fs::write(folder.join(format!("c{number}")), "").unwrap();
+        fs::write(directory.join(format!("c{number}")), "").unwrap();
         if number >= 100 {
-            fs::remove_file(folder.join(format!("c{}", number - 100))).unwrap();
+            fs::remove_file(directory.join(format!("c{}", number - 100))).unwrap();
         }
         number += 1;
     }
@@ -295,11 +295,12 @@ fn appending_processes(dir: &Path) {
 
 fn counting_processes(dir: &Path) {
     for kind in ["posix", "flock", "ofd"] {
-        let folder = dir.join(kind);
-        fs::create_dir(&folder).unwrap();
-        let mut roles: Vec<_> = (0..3).map(|_| Role::start(&["count", kind, folder.to_str().unwrap(), "50"])).collect();
+        let directory = dir.join(kind);
+        fs::create_dir(&directory).unwrap();
+        let mut roles: Vec<_> =
+            (0..3).map(|_| Role::start(&["count", kind, directory.to_str().unwrap(), "50"])).collect();
         roles.iter_mut().for_each(Role::finish);
-        assert_eq!(fs::read(folder.join("number")).unwrap(), 150_u64.to_le_bytes(), "{kind}");
+        assert_eq!(fs::read(directory.join("number")).unwrap(), 150_u64.to_le_bytes(), "{kind}");
     }
 }
 

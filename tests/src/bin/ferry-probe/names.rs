@@ -56,13 +56,13 @@ fn long_names(dir: &Path) {
     assert_eq!(errno(fs::metadata(&long)), libc::ENAMETOOLONG);
     // As many as one byte more than a reply holds: listings must not stop or repeat at its border.
     let many: BTreeSet<_> = (0..300).map(|number| OsString::from(format!("{number:0>255}"))).collect();
-    let folder = dir.join("many");
-    fs::create_dir(&folder).unwrap();
+    let directory = dir.join("many");
+    fs::create_dir(&directory).unwrap();
     for name in &many {
-        fs::write(folder.join(name), "").unwrap();
+        fs::write(directory.join(name), "").unwrap();
     }
-    assert_eq!(fs::read_dir(&folder).unwrap().count(), 300);
-    assert_eq!(listed(&folder), many);
+    assert_eq!(fs::read_dir(&directory).unwrap().count(), 300);
+    assert_eq!(listed(&directory), many);
 }
 
 fn deep_path(dir: &Path) {

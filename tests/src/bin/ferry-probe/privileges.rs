@@ -83,11 +83,11 @@ fn suid_cleared_by_chown(dir: &Path) {
     let path = privileged(dir, "directory-like");
     chown(&path, None, Some(NOBODY)).unwrap();
     assert_eq!(mode(&path), 0o777);
-    let folder = dir.join("folder");
-    fs::create_dir(&folder).unwrap();
-    fs::set_permissions(&folder, fs::Permissions::from_mode(0o6777)).unwrap();
-    chown(&folder, Some(NOBODY), Some(NOBODY)).unwrap();
-    assert_eq!(mode(&folder), 0o6777, "a directory keeps them");
+    let directory = dir.join("directory");
+    fs::create_dir(&directory).unwrap();
+    fs::set_permissions(&directory, fs::Permissions::from_mode(0o6777)).unwrap();
+    chown(&directory, Some(NOBODY), Some(NOBODY)).unwrap();
+    assert_eq!(mode(&directory), 0o6777, "a directory keeps them");
     // Sgid that means nothing (no right to run for the group) stays.
     let path = privileged(dir, "not-run");
     fs::set_permissions(&path, fs::Permissions::from_mode(0o2766)).unwrap();
@@ -123,14 +123,14 @@ fn idmapped_mount(dir: &Path) {
         let file = File::from(open("theirs", OFlags::RDWR).unwrap());
         file.write_all_at(b"after!", 0).unwrap();
         open("file", OFlags::CREATE | OFlags::WRONLY).unwrap();
-        mkdirat(&tree, "folder", Mode::from(0o700)).unwrap();
+        mkdirat(&tree, "directory", Mode::from(0o700)).unwrap();
         symlinkat("file", &tree, "link").unwrap();
         mknodat(&tree, "fifo", FileType::Fifo, Mode::from(0o600), 0).unwrap();
         assert_eq!(errno(open("nobodys", OFlags::RDONLY)), libc::EACCES);
         chmodat(&tree, "file", Mode::from(0o640), AtFlags::empty()).unwrap();
     });
     assert_eq!(fs::read(dir.join("theirs")).unwrap(), b"after!");
-    for name in ["theirs", "file", "folder", "link", "fifo"] {
+    for name in ["theirs", "file", "directory", "link", "fifo"] {
         assert_eq!((stored(name), shown(name)), (STORED, SHOWN), "{name}");
     }
     // The user with the number of the file system is another one here.
@@ -210,40 +210,40 @@ fn sgid_directory(dir: &Path) {
 }
 
 fn owner_and_groups(dir: &Path) {
-    let folder = dir.join("of-a-group");
-    fs::create_dir(&folder).unwrap();
-    chown(&folder, Some(0), Some(5000)).unwrap();
-    fs::set_permissions(&folder, fs::Permissions::from_mode(0o770)).unwrap();
-    assert_eq!(as_nobody(|| errno(fs::write(folder.join("x"), ""))), libc::EACCES);
+    let directory = dir.join("of-a-group");
+    fs::create_dir(&directory).unwrap();
+    chown(&directory, Some(0), Some(5000)).unwrap();
+    fs::set_permissions(&directory, fs::Permissions::from_mode(0o770)).unwrap();
+    assert_eq!(as_nobody(|| errno(fs::write(directory.join("x"), ""))), libc::EACCES);
     become_user(NOBODY, NOBODY, &[4999, 5000], || {
-        fs::write(folder.join("file"), "x").unwrap();
-        fs::create_dir(folder.join("dir")).unwrap();
-        std::os::unix::fs::symlink("x", folder.join("link")).unwrap();
-        rustix::fs::mknodat(CWD, folder.join("fifo"), rustix::fs::FileType::Fifo, Mode::from_raw_mode(0o600), 0)
+        fs::write(directory.join("file"), "x").unwrap();
+        fs::create_dir(directory.join("dir")).unwrap();
+        std::os::unix::fs::symlink("x", directory.join("link")).unwrap();
+        rustix::fs::mknodat(CWD, directory.join("fifo"), rustix::fs::FileType::Fifo, Mode::from_raw_mode(0o600), 0)
             .unwrap();
-        chown(folder.join("file"), None, Some(5000)).unwrap();
-        assert_eq!(errno(chown(folder.join("file"), None, Some(6000))), libc::EPERM);
+        chown(directory.join("file"), None, Some(5000)).unwrap();
+        assert_eq!(errno(chown(directory.join("file"), None, Some(6000))), libc::EPERM);
     });
     for name in ["dir", "link", "fifo"] {
-        let meta = fs::symlink_metadata(folder.join(name)).unwrap();
+        let meta = fs::symlink_metadata(directory.join(name)).unwrap();
         assert_eq!((meta.uid(), meta.gid()), (NOBODY, NOBODY), "{name}");
     }
-    assert_eq!(fs::metadata(folder.join("file")).unwrap().gid(), 5000);
+    assert_eq!(fs::metadata(directory.join("file")).unwrap().gid(), 5000);
 }
 
 fn sticky(dir: &Path) {
-    let folder = dir.join("tmp");
-    fs::create_dir(&folder).unwrap();
-    fs::set_permissions(&folder, fs::Permissions::from_mode(0o1777)).unwrap();
-    fs::write(folder.join("of-root"), "").unwrap();
+    let directory = dir.join("tmp");
+    fs::create_dir(&directory).unwrap();
+    fs::set_permissions(&directory, fs::Permissions::from_mode(0o1777)).unwrap();
+    fs::write(directory.join("of-root"), "").unwrap();
     as_nobody(|| {
-        assert_eq!(errno(fs::remove_file(folder.join("of-root"))), libc::EPERM);
-        assert_eq!(errno(fs::rename(folder.join("of-root"), folder.join("x"))), libc::EPERM);
-        fs::write(folder.join("own"), "").unwrap();
-        fs::remove_file(folder.join("own")).unwrap();
+        assert_eq!(errno(fs::remove_file(directory.join("of-root"))), libc::EPERM);
+        assert_eq!(errno(fs::rename(directory.join("of-root"), directory.join("x"))), libc::EPERM);
+        fs::write(directory.join("own"), "").unwrap();
+        fs::remove_file(directory.join("own")).unwrap();
     });
-    become_user(1234, 1234, &[], || fs::write(folder.join("of-1234"), "").unwrap());
-    assert_eq!(as_nobody(|| errno(fs::remove_file(folder.join("of-1234")))), libc::EPERM);
+    become_user(1234, 1234, &[], || fs::write(directory.join("of-1234"), "").unwrap());
+    assert_eq!(as_nobody(|| errno(fs::remove_file(directory.join("of-1234")))), libc::EPERM);
 }
 
 fn denied(dir: &Path) {
@@ -258,16 +258,16 @@ fn denied(dir: &Path) {
         assert_eq!(errno(rustix::fs::access(&path, rustix::fs::Access::READ_OK)), libc::EACCES);
         assert_eq!(errno(rustix::fs::setxattr(&path, "user.x", b"x", XattrFlags::empty())), libc::EACCES);
     });
-    let folder = dir.join("folder");
-    fs::create_dir(&folder).unwrap();
-    fs::write(folder.join("x"), "").unwrap();
-    fs::set_permissions(&folder, fs::Permissions::from_mode(0o711)).unwrap();
+    let directory = dir.join("directory");
+    fs::create_dir(&directory).unwrap();
+    fs::write(directory.join("x"), "").unwrap();
+    fs::set_permissions(&directory, fs::Permissions::from_mode(0o711)).unwrap();
     as_nobody(|| {
-        assert_eq!(errno(fs::read_dir(&folder)), libc::EACCES);
-        File::open(folder.join("x")).unwrap();
+        assert_eq!(errno(fs::read_dir(&directory)), libc::EACCES);
+        File::open(directory.join("x")).unwrap();
     });
-    fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).unwrap();
-    assert_eq!(as_nobody(|| errno(File::open(folder.join("x")))), libc::EACCES);
+    fs::set_permissions(&directory, fs::Permissions::from_mode(0o700)).unwrap();
+    assert_eq!(as_nobody(|| errno(File::open(directory.join("x")))), libc::EACCES);
 }
 
 fn xattr(dir: &Path) {
@@ -401,29 +401,29 @@ fn acl(dir: &Path) {
 }
 
 fn acl_default(dir: &Path) {
-    let folder = dir.join("folder");
-    fs::create_dir(&folder).unwrap();
+    let directory = dir.join("directory");
+    fs::create_dir(&directory).unwrap();
     let entries = [(USER_OBJ, 7, NO_ID), (USER, 6, NOBODY), (GROUP_OBJ, 5, NO_ID), (MASK, 7, NO_ID), (OTHER, 0, NO_ID)];
-    set_acl(&folder, DEFAULT, &entries).unwrap();
+    set_acl(&directory, DEFAULT, &entries).unwrap();
     // The umask does not count where there is a default ACL.
-    let file = File::options().write(true).create_new(true).mode(0o666).open(folder.join("file")).unwrap();
+    let file = File::options().write(true).create_new(true).mode(0o666).open(directory.join("file")).unwrap();
     drop(file);
-    assert_eq!(mode(&folder.join("file")), 0o660);
+    assert_eq!(mode(&directory.join("file")), 0o660);
     let made = [(USER_OBJ, 6, NO_ID), (USER, 6, NOBODY), (GROUP_OBJ, 5, NO_ID), (MASK, 6, NO_ID), (OTHER, 0, NO_ID)];
-    assert_eq!(get_acl(&folder.join("file"), ACCESS), acl_bytes(&made));
-    fs::create_dir(folder.join("sub")).unwrap();
-    assert_eq!(get_acl(&folder.join("sub"), DEFAULT), acl_bytes(&entries));
-    assert_eq!(mode(&folder.join("sub")), 0o770);
-    set_acl(&folder, ACCESS, &[(USER_OBJ, 7, NO_ID), (GROUP_OBJ, 7, NO_ID), (OTHER, 7, NO_ID)]).unwrap();
+    assert_eq!(get_acl(&directory.join("file"), ACCESS), acl_bytes(&made));
+    fs::create_dir(directory.join("sub")).unwrap();
+    assert_eq!(get_acl(&directory.join("sub"), DEFAULT), acl_bytes(&entries));
+    assert_eq!(mode(&directory.join("sub")), 0o770);
+    set_acl(&directory, ACCESS, &[(USER_OBJ, 7, NO_ID), (GROUP_OBJ, 7, NO_ID), (OTHER, 7, NO_ID)]).unwrap();
     as_nobody(|| {
-        File::options().read(true).write(true).open(folder.join("file")).unwrap();
-        File::options().write(true).create_new(true).mode(0o644).open(folder.join("own")).unwrap();
+        File::options().read(true).write(true).open(directory.join("file")).unwrap();
+        File::options().write(true).create_new(true).mode(0o644).open(directory.join("own")).unwrap();
     });
-    assert_eq!(mode(&folder.join("own")), 0o640);
-    assert_eq!(errno(set_acl(&folder.join("file"), DEFAULT, &entries)), libc::EACCES);
-    rustix::fs::removexattr(&folder, DEFAULT).unwrap();
-    fs::write(folder.join("plain"), "").unwrap();
-    assert_eq!(mode(&folder.join("plain")), 0o644);
+    assert_eq!(mode(&directory.join("own")), 0o640);
+    assert_eq!(errno(set_acl(&directory.join("file"), DEFAULT, &entries)), libc::EACCES);
+    rustix::fs::removexattr(&directory, DEFAULT).unwrap();
+    fs::write(directory.join("plain"), "").unwrap();
+    assert_eq!(mode(&directory.join("plain")), 0o644);
 }
 
 /// CVE-2016-7097: an owner outside the group who sets an ACL loses sgid.

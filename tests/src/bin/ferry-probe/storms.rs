@@ -80,13 +80,13 @@ fn tmpfile_storm(dir: &Path) {
     assert_eq!(errno(name(&file, &dir.join("excluded"))), libc::ENOENT);
 }
 
-/// Files that several rename at once, within and between folders, swapped or not: none is lost, none is doubled, and
+/// Files that several rename at once, within and between directories, swapped or not: none is lost, none is doubled, and
 /// who opens one finds all of it.
 fn rename_storm(dir: &Path) {
     const FILES: usize = 12;
     let place = |number: usize| dir.join(format!("d{}/n{}", number % 3, number / 3));
-    for folder in 0..3 {
-        fs::create_dir(dir.join(format!("d{folder}"))).unwrap();
+    for directory in 0..3 {
+        fs::create_dir(dir.join(format!("d{directory}"))).unwrap();
     }
     for number in 0..FILES {
         fs::write(place(number), format!("file {number} ").repeat(50)).unwrap();
@@ -117,8 +117,8 @@ fn rename_storm(dir: &Path) {
         }
     });
     let mut found = Vec::new();
-    for folder in 0..3 {
-        for entry in fs::read_dir(dir.join(format!("d{folder}"))).unwrap() {
+    for directory in 0..3 {
+        for entry in fs::read_dir(dir.join(format!("d{directory}"))).unwrap() {
             found.push(whole(&fs::read_to_string(entry.unwrap().path()).unwrap()));
         }
     }
@@ -186,7 +186,7 @@ pub fn mixed(path: &str, way: &str, zone: usize) {
 
 /// Makes, writes, lists, renames and removes the same few names as others do at the same time, perhaps through another
 /// mount. What the others make of it may come as an error; nothing else may.
-pub fn storm(folder: &Path, seed: u64, seconds: f64) {
+pub fn storm(directory: &Path, seed: u64, seconds: f64) {
     let begin = std::time::Instant::now();
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut any = |below: u64| {
@@ -197,7 +197,7 @@ pub fn storm(folder: &Path, seed: u64, seconds: f64) {
         state % below
     };
     while begin.elapsed().as_secs_f64() < seconds {
-        let mut place = || folder.join(format!("d{}", any(3))).join(format!("n{}", any(6)));
+        let mut place = || directory.join(format!("d{}", any(3))).join(format!("n{}", any(6)));
         let (one, two) = (place(), place());
         let outcome = match any(7) {
             0 => fs::create_dir_all(one.parent().unwrap()),
@@ -217,7 +217,7 @@ pub fn storm(folder: &Path, seed: u64, seconds: f64) {
     }
 }
 
-/// How programs replace a file for good: write aside, sync, rename over, sync the folder.
+/// How programs replace a file for good: write aside, sync, rename over, sync the directory.
 fn fsync_and_rename(dir: &Path) {
     let path = dir.join("settings");
     fs::write(&path, "0").unwrap();

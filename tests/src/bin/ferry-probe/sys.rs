@@ -147,8 +147,8 @@ impl Drop for Mapping {
     }
 }
 
-/// A folder mounted once more, nowhere, with other users: pairs of their number on the file system and of that which is seen.
-pub fn idmapped(folder: &Path, users: &[(u32, u32)]) -> OwnedFd {
+/// A directory mounted once more, nowhere, with other users: pairs of their number on the file system and of that which is seen.
+pub fn idmapped(directory: &Path, users: &[(u32, u32)]) -> OwnedFd {
     // Only a process with one thread gets a namespace; `cat` ends with its standard input.
     let mut command = Command::new("cat");
     command.stdin(Stdio::piped()).stdout(Stdio::null());
@@ -162,7 +162,7 @@ pub fn idmapped(folder: &Path, users: &[(u32, u32)]) -> OwnedFd {
     let namespace = File::open(process.join("ns/user")).unwrap();
     drop(child.stdin.take());
     child.wait().unwrap();
-    let tree = open_tree(CWD, folder, OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC).unwrap();
+    let tree = open_tree(CWD, directory, OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC).unwrap();
     let attr = libc::mount_attr {
         attr_set: libc::MOUNT_ATTR_IDMAP,
         attr_clr: 0,

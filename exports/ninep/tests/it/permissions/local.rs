@@ -17,7 +17,7 @@ use super::{
 pub(super) struct Local {
     path: PathBuf,
     root: Arc<OwnedFd>,
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
     /// Operations for the thread.
     user: mpsc::Sender<Op>,
     outcomes: mpsc::Receiver<Outcome>,
@@ -26,8 +26,8 @@ pub(super) struct Local {
 
 impl Local {
     pub(super) fn new(groups: &[u32]) -> Self {
-        let folder = tempfile::tempdir_in(MEMORY).unwrap();
-        let path = folder.path().join("tree");
+        let directory = tempfile::tempdir_in(MEMORY).unwrap();
+        let path = directory.path().join("tree");
         std::fs::create_dir(&path).unwrap();
         rustix::fs::chmod(&path, Mode::from_raw_mode(0o755)).unwrap();
         let root = Arc::new(rustix::fs::open(&path, OFlags::PATH | OFlags::DIRECTORY, Mode::empty()).unwrap());
@@ -45,7 +45,7 @@ impl Local {
                 }
             }
         });
-        Self { path, root, _folder: folder, user, outcomes, thread: Some(thread) }
+        Self { path, root, _directory: directory, user, outcomes, thread: Some(thread) }
     }
 
     pub(super) fn make(&self, at: &str, made: Made) {
@@ -81,10 +81,10 @@ impl Local {
 
     pub(super) fn tree(&self) -> Tree {
         let mut tree = Vec::new();
-        let mut folders = vec![String::new()];
-        while let Some(folder) = folders.pop() {
-            for entry in std::fs::read_dir(self.path.join(&folder)).unwrap() {
-                let at = format!("{folder}{}", entry.unwrap().file_name().to_string_lossy());
+        let mut directories = vec![String::new()];
+        while let Some(directory) = directories.pop() {
+            for entry in std::fs::read_dir(self.path.join(&directory)).unwrap() {
+                let at = format!("{directory}{}", entry.unwrap().file_name().to_string_lossy());
                 let path = self.path.join(&at);
                 let st = rustix::fs::lstat(&path).unwrap();
                 let kind = FileType::from_raw_mode(st.st_mode);
@@ -94,7 +94,7 @@ impl Local {
                 let bytes = rustix::fs::llistxattr(&path, &mut list[..]).unwrap();
                 tree.push((at.clone(), st.st_mode, st.st_uid, st.st_gid, size, links, names_of(&list[..bytes])));
                 if kind == FileType::Directory {
-                    folders.push(at + "/");
+                    directories.push(at + "/");
                 }
             }
         }

@@ -27,8 +27,8 @@ impl Remote {
 
     pub(super) fn make(&mut self, at: &str, made: Made) {
         let root = &mut self.root;
-        let (folder, file) = at.rsplit_once('/').unwrap_or(("", at));
-        root.walk(ROOT, Fid(1), folder).unwrap();
+        let (directory, file) = at.rsplit_once('/').unwrap_or(("", at));
+        root.walk(ROOT, Fid(1), directory).unwrap();
         let (dir, name_of) = (Fid(1), name(file));
         let mode = made.mode;
         match made.kind {
@@ -72,10 +72,10 @@ impl Remote {
 
     pub(super) fn tree(&mut self) -> Tree {
         let mut tree = Vec::new();
-        let mut folders = vec![String::new()];
-        while let Some(folder) = folders.pop() {
-            for (file, is_dir) in list(&mut self.root, &folder) {
-                let at = format!("{folder}{file}");
+        let mut directories = vec![String::new()];
+        while let Some(directory) = directories.pop() {
+            for (file, is_dir) in list(&mut self.root, &directory) {
+                let at = format!("{directory}{file}");
                 self.root.walk(ROOT, Fid(1), &at).unwrap();
                 let attr = self.root.getattr(Fid(1)).unwrap().attr;
                 let size = if attr.kind() == FileType::RegularFile { attr.size } else { 0 };
@@ -84,7 +84,7 @@ impl Remote {
                 tree.push((at.clone(), attr.mode, attr.uid, attr.gid, size, links, names));
                 clunk(&mut self.root, Fid(1));
                 if is_dir {
-                    folders.push(at + "/");
+                    directories.push(at + "/");
                 }
             }
         }
@@ -166,8 +166,8 @@ impl Fids<'_> {
     }
 
     fn parent<'p>(&mut self, path: &'p str) -> Result<(Fid, Name<'p>), Errno> {
-        let (folder, file) = path.rsplit_once('/').unwrap();
-        Ok((self.walk(folder)?, name(file)))
+        let (directory, file) = path.rsplit_once('/').unwrap();
+        Ok((self.walk(directory)?, name(file)))
     }
 
     fn act(&mut self, op: Op) -> Outcome {

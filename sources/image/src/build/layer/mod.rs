@@ -310,7 +310,7 @@ fn write(
     let packs: Vec<flat::Pack> = used.iter().map(|pack| packs[*pack]).collect();
     let bytes = flat::write_layers(&tree, &packs, origin)?;
     let digest = Algorithm::Blake3.of(&bytes);
-    let mut new = NewFile::begin(new_file::folder_of(image))?;
+    let mut new = NewFile::begin(new_file::directory_of(image))?;
     new.file.write_all(&bytes).doing("write to", &*new.path)?;
     new.keep(image)?;
     Ok(digest)
@@ -358,8 +358,8 @@ fn keep_index(index: &Index, store: &Store) -> Result<()> {
         return Ok(());
     }
     let name = format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", index.pack.hex());
-    let path = layout::packs_folder(store.folder()).join(name);
-    let mut new = NewFile::begin(new_file::folder_of(&path))?;
+    let path = layout::packs_directory(store.directory()).join(name);
+    let mut new = NewFile::begin(new_file::directory_of(&path))?;
     new.file.write_all(&index.to_bytes()).doing("write to", &*new.path)?;
     new.keep(&path)
 }

@@ -256,11 +256,11 @@ fn attributes_of_overlayfs_are_refused_with_their_name() {
 
 #[test]
 fn images_that_are_too_large_together_are_not_read() {
-    let folder = tempfile::tempdir().unwrap();
-    let large = folder.path().join("large");
+    let directory = tempfile::tempdir().unwrap();
+    let large = directory.path().join("large");
     fs::File::create(&large).unwrap().set_len(BYTES_MAX / 2 + 1).unwrap();
     let layer = (large, Algorithm::Blake3.of(b""));
-    let error = merge(&[layer.clone(), layer], &folder.path().join("image")).unwrap_err().to_string();
+    let error = merge(&[layer.clone(), layer], &directory.path().join("image")).unwrap_err().to_string();
     assert!(error.contains("256 MiB together, more than 256"), "{error}");
 }
 

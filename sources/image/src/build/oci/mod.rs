@@ -187,11 +187,11 @@ mod tests {
 
     #[test]
     fn directories_and_tags_are_distinguished() {
-        let folder = tempfile::tempdir().expect("a folder can be made");
-        let colons = folder.path().join("a:b");
-        std::fs::create_dir(&colons).expect("a folder can be made");
+        let directory = tempfile::tempdir().expect("a directory can be made");
+        let colons = directory.path().join("a:b");
+        std::fs::create_dir(&colons).expect("a directory can be made");
         let parse = |text: String| Reference::parse(Path::new(&text)).map(|found| (found.directory, found.tag));
-        let (plain, colons) = (folder.path().to_owned(), colons);
+        let (plain, colons) = (directory.path().to_owned(), colons);
         assert_eq!(parse(format!("oci:{}", plain.display())), Some((plain.clone(), None)));
         assert_eq!(parse(format!("oci:{}:x:1", plain.display())), Some((plain.clone(), Some("x:1".into()))));
         assert_eq!(parse(format!("oci:{}", colons.display())), Some((colons.clone(), None)));

@@ -67,7 +67,7 @@ pub(super) fn prepare(tree: &mut Tree, version: Option<u32>) -> u32 {
     version
 }
 
-/// The name of an object below the store's folder `objects`.
+/// The name of an object below the store's directory `objects`.
 pub(crate) fn path_of(digest: Digest) -> Vec<u8> {
     let mut path = digest.hex().into_bytes();
     path.insert(2, b'/');
@@ -90,7 +90,7 @@ fn whiteouts(tree: &Tree) -> (Vec<NodeId>, HashSet<NodeId>) {
     (found, marked)
 }
 
-/// Adds a whiteout to the root for each free name of two hexadecimal digits: those of the object store's folders, which
+/// Adds a whiteout to the root for each free name of two hexadecimal digits: those of the object store's directories, which
 /// overlayfs must not show.
 fn add_stubs(tree: &mut Tree) {
     let root = &tree.nodes[0];

@@ -12,7 +12,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, chmodat, fstat, openat, unlinkat};
 use rustix::io::Errno;
 use rustix::net::{SocketAddrUnix, bind};
 
-/// The socket of a keeper, in its folder.
+/// The socket of a keeper, in its directory.
 const SOCKET: &str = "keeper";
 /// Only this user may enter.
 const MODE: u32 = 0o700;
@@ -22,19 +22,19 @@ const SOCKET_MODE: Mode = Mode::from_raw_mode(0o600);
 /// Why a directory cannot hold a keeper's socket.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum FolderError {
+pub enum DirectoryError {
     /// It cannot be created.
-    #[error("cannot create the folder: {0}")]
+    #[error("cannot create the directory: {0}")]
     Make(io::Error),
     /// It cannot be opened.
-    #[error("cannot open the folder: {0}")]
+    #[error("cannot open the directory: {0}")]
     Open(Errno),
     /// It is a symbolic link, or not a directory.
-    #[error("the path is a symbolic link or not a folder; name the folder itself")]
-    NotAFolder,
+    #[error("the path is a symbolic link or not a directory; name the directory itself")]
+    NotADirectory,
     /// It belongs to another user.
     #[error(
-        "the folder belongs to user {owner}, and this server runs as user {user}; name a folder of user {user}'s own"
+        "the directory belongs to user {owner}, and this server runs as user {user}; name a directory of user {user}'s own"
     )]
     Owner {
         /// Whose it is.
@@ -43,39 +43,39 @@ pub enum FolderError {
         user: u32,
     },
     /// Other users have access.
-    #[error("others may enter the folder, which has mode {0:04o}; it must be this user's alone: chmod 0700")]
+    #[error("others may enter the directory, which has mode {0:04o}; it must be this user's alone: chmod 0700")]
     Mode(u32),
 }
 
-/// The folder of a keeper.
+/// The directory of a keeper.
 #[derive(Debug)]
-pub struct Folder(OwnedFd);
+pub struct Directory(OwnedFd);
 
-impl Folder {
+impl Directory {
     /// Opens a directory; creates it if necessary.
     ///
     /// # Errors
     ///
-    /// [`FolderError`]: another user could create names in it.
-    pub fn open(path: &Path) -> Result<Self, FolderError> {
+    /// [`DirectoryError`]: another user could create names in it.
+    pub fn open(path: &Path) -> Result<Self, DirectoryError> {
         DirBuilder::new().recursive(true).mode(MODE).create(path).map_err(|error| match error.kind() {
-            io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => FolderError::NotAFolder,
-            _ => FolderError::Make(error),
+            io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => DirectoryError::NotADirectory,
+            _ => DirectoryError::Make(error),
         })?;
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let folder = openat(CWD, path, flags, Mode::empty()).map_err(|errno| match errno {
-            Errno::LOOP | Errno::NOTDIR => FolderError::NotAFolder,
-            errno => FolderError::Open(errno),
+        let directory = openat(CWD, path, flags, Mode::empty()).map_err(|errno| match errno {
+            Errno::LOOP | Errno::NOTDIR => DirectoryError::NotADirectory,
+            errno => DirectoryError::Open(errno),
         })?;
-        let found = fstat(&folder).map_err(FolderError::Open)?;
+        let found = fstat(&directory).map_err(DirectoryError::Open)?;
         let (owner, user, mode) = (found.st_uid, rustix::process::geteuid().as_raw(), found.st_mode & 0o7777);
         if owner != user {
-            return Err(FolderError::Owner { owner, user });
+            return Err(DirectoryError::Owner { owner, user });
         }
         if mode & 0o077 != 0 {
-            return Err(FolderError::Mode(mode));
+            return Err(DirectoryError::Mode(mode));
         }
-        Ok(Self(folder))
+        Ok(Self(directory))
     }
 
     /// Returns the address of the keeper's socket, through this process's descriptor of the directory.

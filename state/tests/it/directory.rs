@@ -4,25 +4,25 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::{Command, Stdio};
 
-use ferry_state::{Folder, FolderError, KeeperConnection, KeeperError};
+use ferry_state::{Directory, DirectoryError, KeeperConnection, KeeperError};
 use rustix::event::{EventfdFlags, eventfd};
 
 /// A user id that does not exist.
 const STRANGER: u32 = 64_321;
 
 #[test]
-fn a_folder_that_others_may_enter_or_that_is_a_link_is_refused() {
+fn a_directory_that_others_may_enter_or_that_is_a_link_is_refused() {
     let place = tempfile::tempdir().unwrap();
     let at = |name: &str| place.path().join(name);
     // It is created with its parent.
-    Folder::open(&at("a/b")).unwrap();
+    Directory::open(&at("a/b")).unwrap();
     for made in ["a", "a/b"] {
         assert_eq!(fs::metadata(at(made)).unwrap().permissions().mode() & 0o777, 0o700, "{made}");
     }
     for mode in [0o755, 0o710, 0o701, 0o1777] {
         fs::set_permissions(at("a/b"), Permissions::from_mode(mode)).unwrap();
-        let error = Folder::open(&at("a/b")).unwrap_err();
-        assert!(matches!(error, FolderError::Mode(found) if found == mode), "{error}");
+        let error = Directory::open(&at("a/b")).unwrap_err();
+        assert!(matches!(error, DirectoryError::Mode(found) if found == mode), "{error}");
         assert!(error.to_string().contains(&format!("{mode:04o}")), "{error}");
     }
     fs::set_permissions(at("a/b"), Permissions::from_mode(0o700)).unwrap();
@@ -30,15 +30,15 @@ fn a_folder_that_others_may_enter_or_that_is_a_link_is_refused() {
     symlink(at("nowhere"), at("dangling")).unwrap();
     fs::write(at("file"), "").unwrap();
     for name in ["link", "dangling", "file", "file/below"] {
-        let error = Folder::open(&at(name)).unwrap_err();
-        assert!(matches!(error, FolderError::NotAFolder), "{name}: {error}");
+        let error = Directory::open(&at(name)).unwrap_err();
+        assert!(matches!(error, DirectoryError::NotADirectory), "{name}: {error}");
     }
     if rustix::process::geteuid().is_root() {
         std::os::unix::fs::chown(at("a/b"), Some(STRANGER), None).unwrap();
-        let error = Folder::open(&at("a/b")).unwrap_err();
-        assert!(matches!(error, FolderError::Owner { owner: STRANGER, user: 0 }), "{error}");
+        let error = Directory::open(&at("a/b")).unwrap_err();
+        assert!(matches!(error, DirectoryError::Owner { owner: STRANGER, user: 0 }), "{error}");
     } else {
-        ferry_skip::skip!("only root can give a folder away");
+        ferry_skip::skip!("only root can give a directory away");
     }
 }
 
@@ -54,7 +54,7 @@ fn strangers_are_neither_keepers_nor_servers() {
         return;
     }
     let start = |what: &str, path: &std::path::Path| {
-        let name = "folder::strangers_are_neither_keepers_nor_servers";
+        let name = "directory::strangers_are_neither_keepers_nor_servers";
         let mut command = Command::new("setpriv");
         let ids = [format!("--reuid={STRANGER}"), format!("--regid={STRANGER}"), "--clear-groups".into()];
         command.args(ids).arg(std::env::current_exe().unwrap()).args(["--exact", name, "--nocapture"]);
@@ -69,7 +69,7 @@ fn strangers_are_neither_keepers_nor_servers() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     fs::set_permissions(place.path(), Permissions::from_mode(0o700)).unwrap();
-    let refused = KeeperConnection::reach(&Folder::open(place.path()).unwrap());
+    let refused = KeeperConnection::reach(&Directory::open(place.path()).unwrap());
     listening.kill().unwrap();
     listening.wait().unwrap();
     let error = refused.unwrap_err();
@@ -78,15 +78,15 @@ fn strangers_are_neither_keepers_nor_servers() {
     // One connects to a keeper in an accessible directory.
     let place = tempfile::tempdir().unwrap();
     fs::set_permissions(place.path(), Permissions::from_mode(0o700)).unwrap();
-    let folder = Folder::open(place.path()).unwrap();
-    let listener = ferry_state::listen(&folder).unwrap();
+    let directory = Directory::open(place.path()).unwrap();
+    let listener = ferry_state::listen(&directory).unwrap();
     std::thread::spawn(move || ferry_state::keep(&listener, &eventfd(0, EventfdFlags::CLOEXEC).unwrap()));
     fs::set_permissions(place.path(), Permissions::from_mode(0o755)).unwrap();
     fs::set_permissions(place.path().join("keeper"), Permissions::from_mode(0o666)).unwrap();
     let output = start("connect", &place.path().join("keeper")).wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");
     // The right user is still served.
-    KeeperConnection::reach(&folder).unwrap();
+    KeeperConnection::reach(&directory).unwrap();
 }
 
 /// Runs as the other user.

@@ -66,11 +66,11 @@ impl Owner {
 
 /// The root of all directories.
 #[derive(Clone, Debug)]
-pub struct Folders {
+pub struct Directories {
     root: PathBuf,
 }
 
-impl Folders {
+impl Directories {
     /// Creates missing directories.
     ///
     /// # Errors
@@ -92,11 +92,11 @@ impl Folders {
         refuse_others(root)?;
         create_dir(root, 0o700)?;
         fs::set_permissions(root, fs::Permissions::from_mode(0o700)).doing("change", root)?;
-        let folders = Self { root: root.into() };
-        for folder in [folders.snapshots(), folders.trash(), folders.store(), folders.lazy()] {
-            create_dir(&folder, 0o700)?;
+        let directories = Self { root: root.into() };
+        for directory in [directories.snapshots(), directories.trash(), directories.store(), directories.lazy()] {
+            create_dir(&directory, 0o700)?;
         }
-        Ok(folders)
+        Ok(directories)
     }
 
     /// Returns the root.
@@ -193,7 +193,7 @@ impl Folders {
         self.snapshot(id).join(MERGED)
     }
 
-    /// Returns the folder of idmapped layers.
+    /// Returns the directory of idmapped layers.
     #[must_use]
     pub fn lower(&self, id: u64) -> PathBuf {
         self.snapshot(id).join("lower")
@@ -205,11 +205,11 @@ impl Folders {
     ///
     /// The file system refuses.
     pub fn add(&self, id: u64, owner: Owner, is_writable: bool) -> Result<()> {
-        let folder = self.snapshot(id);
-        if folder.symlink_metadata().is_ok() {
-            self.discard(&folder)?;
+        let directory = self.snapshot(id);
+        if directory.symlink_metadata().is_ok() {
+            self.discard(&directory)?;
         }
-        create_dir(&folder, 0o700)?;
+        create_dir(&directory, 0o700)?;
         let upper = self.upper(id);
         create_dir(&upper, 0o755)?;
         chown(&upper, Some(owner.uid), Some(owner.gid)).doing("change the owner of", &upper)?;
@@ -219,7 +219,7 @@ impl Folders {
             create_dir(&self.work(id), 0o700)?;
         }
         let snapshots = self.snapshots();
-        File::open(&snapshots).and_then(|folder| folder.sync_all()).doing("sync", snapshots)
+        File::open(&snapshots).and_then(|directory| directory.sync_all()).doing("sync", snapshots)
     }
 
     /// Returns the directories of snapshots whose ids are not among these, and everything else beside them.
@@ -246,8 +246,8 @@ impl Folders {
     /// # Errors
     ///
     /// The file system refuses.
-    pub fn take(&self, folder: &Path) -> Result<Option<OsString>> {
-        trash::put(&self.trash(), folder).doing("remove", folder)
+    pub fn take(&self, directory: &Path) -> Result<Option<OsString>> {
+        trash::put(&self.trash(), directory).doing("remove", directory)
     }
 
     /// Removes a directory in the trash.
@@ -264,8 +264,8 @@ impl Folders {
     /// # Errors
     ///
     /// The file system refuses.
-    pub fn discard(&self, folder: &Path) -> Result<()> {
-        match self.take(folder)? {
+    pub fn discard(&self, directory: &Path) -> Result<()> {
+        match self.take(directory)? {
             Some(name) => self.remove_trash(&name),
             None => Ok(()),
         }
@@ -337,18 +337,18 @@ mod tests {
 
     #[test]
     fn roots_that_mounts_cannot_name_are_refused() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         for name in ["a:b", "a,b", "a\\b", "a b", "a\"b", "a\nb", &"x".repeat(ROOT_BYTES_MAX)] {
-            let root = folder.path().join(name);
-            assert!(matches!(Folders::create(&root), Err(Error::InvalidArgument(_))), "{name:?}");
+            let root = directory.path().join(name);
+            assert!(matches!(Directories::create(&root), Err(Error::InvalidArgument(_))), "{name:?}");
             assert!(!root.exists(), "{name:?}");
         }
-        assert!(matches!(Folders::create(Path::new("relative")), Err(Error::InvalidArgument(_))));
+        assert!(matches!(Directories::create(Path::new("relative")), Err(Error::InvalidArgument(_))));
     }
 
     #[test]
     fn a_root_of_another_program_is_refused_unchanged() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         for (files, is_refused) in [
             (&["snapshots/1/fs/x", "metadata.db"][..], true),
             (&["snapshots/1/fs/x"], true),
@@ -358,13 +358,13 @@ mod tests {
             (&["store/packs/x", "traces/x"], false),
             (&["snapshots/1/fs/x", METADATA], false),
         ] {
-            let root = folder.path().join("root");
+            let root = directory.path().join("root");
             for file in files {
                 fs::create_dir_all(root.join(file).parent().unwrap()).unwrap();
                 fs::write(root.join(file), "some").unwrap();
             }
             fs::set_permissions(&root, fs::Permissions::from_mode(0o755)).unwrap();
-            match Folders::create(&root) {
+            match Directories::create(&root) {
                 Ok(_) => assert!(!is_refused, "{files:?}"),
                 Err(error) => {
                     let (text, mode) = (error.to_string(), fs::metadata(&root).unwrap().mode() & 0o777);
@@ -374,40 +374,40 @@ mod tests {
             }
             fs::remove_dir_all(&root).unwrap();
         }
-        let root = folder.path().join("first");
+        let root = directory.path().join("first");
         for _ in 0..2 {
             // The first start may be killed before it creates the database.
-            Folders::create(&root).unwrap();
+            Directories::create(&root).unwrap();
         }
     }
 
     #[test]
     fn directories_are_added_and_removed() {
-        let folder = tempfile::tempdir().unwrap();
-        let folders = Folders::create(&folder.path().join("root")).unwrap();
-        let owner = Owner { mode: 0o1777, ..Owner::of(folder.path()).unwrap() };
+        let directory = tempfile::tempdir().unwrap();
+        let directories = Directories::create(&directory.path().join("root")).unwrap();
+        let owner = Owner { mode: 0o1777, ..Owner::of(directory.path()).unwrap() };
         for writable in [true, false] {
             // The second finds what the first left.
-            folders.add(7, owner, writable).unwrap();
-            assert_eq!(Owner::of(&folders.upper(7)).unwrap(), owner);
-            assert_eq!(folders.work(7).exists(), writable);
+            directories.add(7, owner, writable).unwrap();
+            assert_eq!(Owner::of(&directories.upper(7)).unwrap(), owner);
+            assert_eq!(directories.work(7).exists(), writable);
         }
-        folders.add(8, owner, true).unwrap();
-        fs::write(folders.upper(8).join("file"), "some").unwrap();
-        fs::write(folders.snapshots().join("new-1"), "").unwrap();
-        assert_eq!(folders.unknown(|id| id == 7).unwrap().len(), 2);
-        folders.discard(&folders.snapshot(8)).unwrap();
-        folders.discard(&folders.snapshot(8)).unwrap();
-        assert_eq!(folders.unknown(|id| id == 7).unwrap(), [folders.snapshots().join("new-1")]);
+        directories.add(8, owner, true).unwrap();
+        fs::write(directories.upper(8).join("file"), "some").unwrap();
+        fs::write(directories.snapshots().join("new-1"), "").unwrap();
+        assert_eq!(directories.unknown(|id| id == 7).unwrap().len(), 2);
+        directories.discard(&directories.snapshot(8)).unwrap();
+        directories.discard(&directories.snapshot(8)).unwrap();
+        assert_eq!(directories.unknown(|id| id == 7).unwrap(), [directories.snapshots().join("new-1")]);
         for name in ["left/over", "kept", "more"] {
-            fs::create_dir_all(folders.trash().join(name)).unwrap();
+            fs::create_dir_all(directories.trash().join(name)).unwrap();
         }
-        let unmount = |folder: &Path| match folder.ends_with("kept") {
+        let unmount = |directory: &Path| match directory.ends_with("kept") {
             true => Err(Error::NotFound("it".into())),
             false => Ok(()),
         };
-        assert!(folders.empty_trash(unmount).is_err());
-        let left: Vec<_> = fs::read_dir(folders.trash()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert!(directories.empty_trash(unmount).is_err());
+        let left: Vec<_> = fs::read_dir(directories.trash()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(left, ["kept"], "the others are removed if one fails");
     }
 }
