@@ -77,7 +77,8 @@ const UNCONDITIONAL: &[c_long] = calls! {
     // Waiting and waking.
     SYS_futex SYS_futex_waitv SYS_ppoll SYS_pselect6 SYS_epoll_create1 SYS_epoll_ctl SYS_epoll_pwait
     SYS_epoll_pwait2 SYS_eventfd2 SYS_timerfd_create SYS_timerfd_settime SYS_timerfd_gettime SYS_pipe2 SYS_nanosleep
-    SYS_clock_nanosleep SYS_clock_gettime SYS_clock_getres SYS_gettimeofday SYS_restart_syscall
+    SYS_clock_nanosleep SYS_clock_gettime SYS_clock_getres SYS_gettimeofday SYS_restart_syscall SYS_inotify_init1
+    SYS_inotify_add_watch
     // Existing and accepted sockets; none is created.
     SYS_accept SYS_accept4 SYS_sendto SYS_recvfrom SYS_sendmsg SYS_recvmsg SYS_shutdown SYS_getsockname
     SYS_getpeername SYS_getsockopt SYS_setsockopt SYS_socketpair

@@ -1,5 +1,6 @@
 //! The contract between disks and the exports that offer them.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use crate::{Backing, Data, Errno, Input, Output, Result};
@@ -51,6 +52,17 @@ impl BlockRange {
     }
 }
 
+/// How the size of a disk changes while it is open.
+#[derive(Clone, Copy, Debug)]
+pub enum SizeChange<'a> {
+    /// It does not.
+    Never,
+    /// With the length of this file.
+    OfFile(BorrowedFd<'a>),
+    /// At any time, without notice: exports check it each second.
+    AnyTime,
+}
+
 /// A disk. Like a [`FileSystem`](crate::FileSystem), it returns extents or moves the bytes itself.
 ///
 /// * Calls come from many threads at once. A client must not send overlapping requests concurrently; if it does, each
@@ -58,8 +70,8 @@ impl BlockRange {
 /// * **Written data** may be lost in a power failure until a [`flush`](Self::flush) that began after the write ended has
 ///   ended; data written with `durable` may not.
 /// * **Discarded data** reads as zeros or as earlier data of this client at that place, never as data of another one.
-/// * **The size** may change at any time. The export calls [`refresh_geometry`](Self::refresh_geometry) from time to time,
-///   and itself refuses requests past the end; a disk that shrank since then returns a short read.
+/// * **The size** may change, as [`size_change`](Self::size_change) says. The export calls
+///   [`refresh_geometry`](Self::refresh_geometry) when it may have, and itself refuses requests past the end; a disk that shrank since then returns a short read.
 /// * **Errors** fail the client's request; nothing else stops.
 ///
 /// ```
@@ -154,5 +166,10 @@ pub trait Disk: Send + Sync {
     /// Checks whether the size has changed, and returns whether it has. Costs about one `stat`.
     fn refresh_geometry(&self) -> Result<bool> {
         Ok(false)
+    }
+
+    /// Returns when the size may change. The same for as long as the disk is open.
+    fn size_change(&self) -> SizeChange<'_> {
+        SizeChange::AnyTime
     }
 }

@@ -149,7 +149,7 @@ pub use acl::mode_without_acl;
 pub use attr::{openable, without_privileges};
 pub use backing::{Backing, Extent, Memory, Piece, Segment};
 pub use change::{Change, Changes, DeliveryGuard, Listener, Subscription};
-pub use disk::{BlockRange, Disk, DiskFeatures, Geometry};
+pub use disk::{BlockRange, Disk, DiskFeatures, Geometry, SizeChange};
 pub use event::{Event, Place};
 pub use fs::{DirOutput, FileSystem, Input, Output};
 pub use handles::Handles;

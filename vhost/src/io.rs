@@ -17,13 +17,13 @@ pub struct Io<'a> {
 }
 
 /// Returns the part of a chain that a transfer uses.
-fn segments(request: &TransferRequest, chain: &Chain) -> impl Iterator<Item = Segment> {
-    let (readable, writable) = match request.operation {
-        Operation::Read => (0, request.bytes),
-        Operation::Write { .. } => (request.bytes, 0),
+fn segments(operation: Operation, (at, bytes): (usize, usize), chain: &Chain) -> impl Iterator<Item = Segment> {
+    let (readable, writable) = match operation {
+        Operation::Read => (0, bytes),
+        Operation::Write { .. } => (bytes, 0),
         Operation::Fsync { .. } => (0, 0),
     };
-    chain.readable(request.at, readable).chain(chain.writable(request.at, writable))
+    chain.readable(at, readable).chain(chain.writable(at, writable))
 }
 
 /// The state of a chain after its handler, and the transfer that is still to be made.
@@ -48,13 +48,11 @@ impl ServedChain {
     /// # Safety
     /// The chain's memory stays mapped until the transfer has ended.
     pub(crate) unsafe fn queue(&mut self, transfers: &mut Transfers, chain: &Chain, token: u64) {
-        if let Some(request) = self.request.take() {
-            let segments = segments(&request, chain);
+        if let Some(TransferRequest { operation, file, file_offset, at, bytes }) = self.request.take() {
+            let segments = segments(operation, (at, bytes), chain);
             // SAFETY: by the caller's promise; the guest may change its memory at any time, and nothing
             // here holds references.
-            unsafe {
-                transfers.queue(token, request.operation, Arc::clone(&request.file), request.file_offset, segments)
-            };
+            unsafe { transfers.queue(token, operation, file, file_offset, segments) };
         }
     }
 
@@ -64,10 +62,10 @@ impl ServedChain {
     /// The chain's memory stays mapped until this returns.
     pub(crate) unsafe fn finish<H: QueueHandler>(self, handler: &mut H, chain: &Chain, token: u64) -> ChainState {
         let Self { state, request } = self;
-        let Some(request) = request else { return state };
-        let segments: Vec<Segment> = segments(&request, chain).collect();
+        let Some(TransferRequest { operation, file, file_offset, at, bytes }) = request else { return state };
+        let segments: Vec<Segment> = segments(operation, (at, bytes), chain).collect();
         // SAFETY: by the caller's promise.
-        let outcome = unsafe { Transfer::new(request.operation, request.file, request.file_offset, segments).run() };
+        let outcome = unsafe { Transfer::new(operation, file, file_offset, segments).run() };
         ChainState::Done(finish(handler, chain, |handler| handler.transferred(token, chain, outcome)))
     }
 }

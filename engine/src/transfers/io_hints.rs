@@ -1,5 +1,7 @@
 //! Properties of a file that are remembered between its transfers ([`Backing::io_hints`]).
 
+use std::os::fd::AsFd;
+
 use ferry_vfs::Backing;
 
 /// Reads can be tried without waiting.
@@ -30,7 +32,18 @@ pub fn with_place(file: &Backing) -> u8 {
     if known & PROBED != 0 {
         return known;
     }
-    let place = rustix::fs::fstatfs(file).map_or(0, |found| {
+    let place = place(file);
+    file.add_io_hints(place | PROBED);
+    known | place | PROBED
+}
+
+/// Returns whether another machine or process serves the file.
+pub fn is_remote(file: impl AsFd) -> bool {
+    place(file) == REMOTE
+}
+
+fn place(file: impl AsFd) -> u8 {
+    rustix::fs::fstatfs(file).map_or(0, |found| {
         #[allow(clippy::unnecessary_cast, clippy::cast_lossless, reason = "its type differs between machines")]
         let kind = found.f_type as i64;
         match kind {
@@ -38,7 +51,5 @@ pub fn with_place(file: &Backing) -> u8 {
             _ if REMOTE_FILE_SYSTEMS.contains(&kind) => REMOTE,
             _ => 0,
         }
-    });
-    file.add_io_hints(place | PROBED);
-    known | place | PROBED
+    })
 }

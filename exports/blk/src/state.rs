@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use ferry_engine::metrics::Metrics;
 use ferry_engine::{BlockingPool, RatelimitedLog};
-use ferry_vfs::{Disk, DiskFeatures, Geometry};
+use ferry_vfs::{Disk, DiskFeatures, Geometry, SizeChange};
 use ferry_wire::blk::{DeviceFeatures, Limits, SECTOR_BYTES};
 
 /// The maximum total size in bytes of concurrent copies for calls that may block: two hundred of Linux's usual requests.
@@ -101,6 +101,10 @@ impl State {
             tracing::info!(before, now, "the size of the disk has changed");
         }
         before != now
+    }
+
+    pub(crate) fn size_change(&self) -> SizeChange<'_> {
+        self.disk.size_change()
     }
 
     pub(crate) fn may_cache(&self) -> bool {

@@ -49,7 +49,7 @@ pub enum Role {
 pub(super) const NOT_OF_WORKER: &[c_long] = calls! {
     SYS_accept SYS_accept4 SYS_recvmsg SYS_recvfrom SYS_getsockname SYS_getpeername SYS_getsockopt SYS_setsockopt
     SYS_socketpair SYS_epoll_create1 SYS_epoll_ctl SYS_timerfd_create SYS_pipe2 SYS_io_uring_setup SYS_truncate
-    SYS_chdir SYS_sched_setaffinity SYS_rt_sigtimedwait SYS_seccomp
+    SYS_chdir SYS_sched_setaffinity SYS_rt_sigtimedwait SYS_seccomp SYS_inotify_init1 SYS_inotify_add_watch
 };
 
 /// The server's calls about file names, owners and user ids. Threads that only transfer data of open files lack them.
@@ -71,7 +71,7 @@ pub(super) const NOT_OF_DISK: &[c_long] = calls! {
 pub(super) const NOT_OF_MAPPER: &[c_long] = calls! {
     SYS_accept SYS_accept4 SYS_setsockopt SYS_socketpair SYS_epoll_create1 SYS_epoll_ctl SYS_timerfd_create
     SYS_pipe2 SYS_io_uring_setup SYS_io_setup SYS_io_submit SYS_truncate SYS_chdir SYS_clone SYS_sched_setaffinity
-    SYS_sched_setscheduler SYS_rt_sigtimedwait SYS_seccomp
+    SYS_sched_setscheduler SYS_rt_sigtimedwait SYS_seccomp SYS_inotify_init1 SYS_inotify_add_watch
 };
 
 /// The server's calls that a connecting thread of a 9P source lacks besides. It opens a few files to resolve names, and
@@ -82,7 +82,7 @@ pub(super) const NOT_OF_CONNECTOR: &[c_long] = calls! {
     SYS_open_by_handle_at SYS_name_to_handle_at SYS_io_uring_setup SYS_io_uring_enter SYS_io_uring_register
     SYS_io_setup SYS_io_submit SYS_timerfd_create SYS_pipe2 SYS_chdir SYS_utimensat SYS_capset SYS_memfd_create
     SYS_mlock SYS_sched_setaffinity SYS_sched_setscheduler SYS_rt_sigtimedwait SYS_process_vm_readv
-    SYS_process_vm_writev SYS_seccomp
+    SYS_process_vm_writev SYS_seccomp SYS_inotify_init1 SYS_inotify_add_watch
 };
 
 /// The calls of the connector that no other role has. `refused_of_connector` restricts the sockets.

@@ -1,6 +1,7 @@
 //! Raw disks: the bytes of a file or block device.
 
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ferry_vfs::{
     Backing, BlockRange, Data, Disk, DiskFeatures, Errno, Extent, FallocateFlags, FileType, Geometry, Input, OFlags,
-    Output, Result,
+    Output, Result, SizeChange,
 };
 
 use crate::syncs::Syncs;
@@ -244,6 +245,10 @@ impl Disk for RawDisk {
         let now = sys::bytes(&self.file)?;
         let now = now - now % u64::from(self.blocks.logical);
         Ok(self.bytes.swap(now, Ordering::Relaxed) != now)
+    }
+
+    fn size_change(&self) -> SizeChange<'_> {
+        if self.is_device { SizeChange::AnyTime } else { SizeChange::OfFile(self.file.as_fd()) }
     }
 }
 

@@ -1,4 +1,4 @@
-//! What servers of idle guests cost: no thread of them wakes up, but for those that look at something once a second.
+//! What servers of idle guests cost: no thread of them wakes up.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -14,11 +14,9 @@ use ferry_tests::{Place, directory};
 const LIMIT: Duration = Duration::from_secs(30);
 /// How long a server is idle while its wake-ups are counted. Its monitor looks for half a second after a request.
 const IDLE: Duration = Duration::from_secs(1);
-/// A disk looks each second whether its file has grown. Two such looks may be in one second.
-const DISK_WAKES_MAX: u64 = 2;
 
 /// Tries until it succeeds.
-fn retry<T>(connect: impl Fn() -> Option<T>) -> T {
+fn retry<T>(mut connect: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + LIMIT;
     loop {
         if let Some(client) = connect() {
@@ -29,8 +27,15 @@ fn retry<T>(connect: impl Fn() -> Option<T>) -> T {
     }
 }
 
-/// Starts a server, sends it a request, and waits for a time in which its threads wake up no more often than that.
-fn sleeps(args: &[&str], socket: &Path, wakes_max: u64, use_it: impl FnOnce(&Path) -> Box<dyn Send>) {
+/// Reads the sector at this byte of a disk; returns the status.
+fn read_sector(driver: &mut Driver, at: u64) -> u8 {
+    let header = [&[0; 8][..], &(at / 512).to_le_bytes()].concat();
+    let ticket = driver.queue(0).submit(&[&header], &[512, 1]).unwrap();
+    *driver.queue(0).wait_for(ticket, LIMIT).unwrap().reply.last().unwrap()
+}
+
+/// Starts a server, sends it a request, and waits for a time in which none of its threads wakes up. Then calls `after`.
+fn sleeps<C>(args: &[&str], socket: &Path, use_it: impl FnOnce(&Path) -> C, after: impl FnOnce(C)) {
     let server = RunningProgram::new(&mut ferry(args));
     let client = use_it(socket);
     let outer = server.pid().as_raw_nonzero().get().unsigned_abs();
@@ -41,12 +46,12 @@ fn sleeps(args: &[&str], socket: &Path, wakes_max: u64, use_it: impl FnOnce(&Pat
         std::thread::sleep(IDLE);
         let used = processes.iter().zip(&before).map(|(pid, before)| Snapshot::take(*pid).unwrap().since(before));
         let used: Vec<_> = used.collect();
-        if used.iter().map(|used| used.voluntary_switches).sum::<u64>() <= wakes_max {
+        if used.iter().map(|used| used.voluntary_switches).sum::<u64>() == 0 {
             break;
         }
         assert!(Instant::now() < end, "{args:?}: an idle server wakes up: {used:?}");
     }
-    drop(client);
+    after(client);
 }
 
 fn driver(socket: &Path, first_queues: usize, device_features: u64) -> Driver {
@@ -68,31 +73,41 @@ fn servers_of_idle_guests_sleep() {
     let attach = [&23u32.to_le_bytes()[..], &[104, 0, 0], &[0; 4], &[255; 4], &[0; 8]].concat();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            sleeps(&["share", data, "--virtiofs", fs], fs.as_ref(), 0, |socket| {
+            let use_it = |socket: &Path| {
                 let mut driver = driver(socket, 1, 0);
                 driver.init().unwrap();
                 driver.getattr(ROOT).unwrap();
-                Box::new(driver)
-            });
+                driver
+            };
+            sleeps(&["share", data, "--virtiofs", fs], fs.as_ref(), use_it, drop);
         });
         scope.spawn(|| {
-            sleeps(&["disk", disk, "--vhost-user", blk], blk.as_ref(), DISK_WAKES_MAX, |socket| {
+            let use_it = |socket: &Path| {
                 let mut driver = driver(socket, 0, 0);
-                let ticket = driver.queue(0).submit(&[&[0; 16]], &[512, 1]).unwrap();
-                assert_eq!(driver.queue(0).wait_for(ticket, LIMIT).unwrap().reply.last(), Some(&0));
-                Box::new(driver)
-            });
+                assert_eq!(read_sector(&mut driver, 0), 0);
+                driver
+            };
+            // It sleeps until its file changes, each time.
+            let grow = |mut driver: Driver| {
+                for bytes in [2 << 20, 3 << 20] {
+                    assert_ne!(read_sector(&mut driver, bytes - 512), 0, "it is past the end");
+                    std::fs::File::options().write(true).open(disk).unwrap().set_len(bytes).unwrap();
+                    retry(|| (read_sector(&mut driver, bytes - 512) == 0).then_some(()));
+                }
+            };
+            sleeps(&["disk", disk, "--vhost-user", blk], blk.as_ref(), use_it, grow);
         });
         scope.spawn(|| {
-            sleeps(&["share", data, "--9p", &format!("vhost-user:{device}")], device.as_ref(), 0, |socket| {
+            let use_it = |socket: &Path| {
                 let mut driver = driver(socket, 0, 1);
                 let ticket = driver.queue(0).submit(&[&version], &[8192]).unwrap();
                 assert_eq!(driver.queue(0).wait_for(ticket, LIMIT).unwrap().reply[..4], version[..4]);
-                Box::new(driver)
-            });
+                driver
+            };
+            sleeps(&["share", data, "--9p", &format!("vhost-user:{device}")], device.as_ref(), use_it, drop);
         });
         scope.spawn(|| {
-            sleeps(&["share", data, "--9p", &format!("unix:{unix}")], unix.as_ref(), 0, |socket| {
+            let use_it = |socket: &Path| {
                 let mut stream = retry(|| UnixStream::connect(socket).ok());
                 stream.write_all(&version).unwrap();
                 let mut reply = [0; 21];
@@ -103,8 +118,9 @@ fn servers_of_idle_guests_sleep() {
                 let mut reply = [0; 20];
                 stream.read_exact(&mut reply).unwrap();
                 assert_eq!(reply[..5], [20, 0, 0, 0, 105]);
-                Box::new(stream)
-            });
+                stream
+            };
+            sleeps(&["share", data, "--9p", &format!("unix:{unix}")], unix.as_ref(), use_it, drop);
         });
     });
 }

@@ -28,7 +28,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ferry_vfs::{Backing, BlockRange, Data, Disk, DiskFeatures, Errno, Geometry, Input, OFlags, Output, Result};
+use ferry_vfs::{
+    Backing, BlockRange, Data, Disk, DiskFeatures, Errno, Geometry, Input, OFlags, Output, Result, SizeChange,
+};
 use rustix::fs::{Mode, ResolveFlags};
 
 use self::file::{AlignedBuffer, ImageFile};
@@ -128,6 +130,10 @@ impl Disk for Qcow2Disk {
 
     fn serial(&self) -> String {
         self.serial.clone()
+    }
+
+    fn size_change(&self) -> SizeChange<'_> {
+        SizeChange::Never
     }
 
     fn read(&self, at: &BlockRange, out: &mut dyn Output) -> Result<Data> {
