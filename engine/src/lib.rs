@@ -68,7 +68,7 @@ pub use carrier::{Carrier, DataInput, DataOutput, ReplyBuffer, TransferRequest};
 pub use ferry_vfs::RatelimitedLog;
 pub use ferry_vfs::Segment;
 pub use generation::{Generation, GenerationCell, Hold, NotEnded};
-pub use heap::{release_startup_memory, trim_heap};
+pub use heap::{release_startup_memory, return_large_buffers, trim_heap};
 pub use mailbox::Mailbox;
 pub use memory::copy_mapped;
 pub use privileges::WithoutFsetid;

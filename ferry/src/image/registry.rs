@@ -468,6 +468,8 @@ mod with {
     }
 
     fn prepare_with(remote: &Arc<Remote>, packs: Arc<Packs>, store: &Path, origin: &Origin) -> Result<Prepared> {
+        // Each reader and each background request has a buffer for an object, of some MiB in a layer.
+        ferry_engine::return_large_buffers();
         // Background servers change directory.
         let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;
         let (ahead_bytes, cache_bytes) =
