@@ -489,6 +489,16 @@ mod with {
         packs.latency().filter(|_| !packs.are_layers()).unwrap_or_default()
     }
 
+    /// The response time in milliseconds for each of which one more request of the background pays, while a program starts.
+    const RESPONSE_MS_PER_JOB: u128 = 4;
+
+    /// Returns how many requests of the background should be in flight while readers have to wait for a server that is near: enough
+    /// that something is always on its way. More would only take CPUs, to unpack and verify, from the program that is being started.
+    fn jobs_beside_readers(response: Option<Duration>) -> usize {
+        let more = response.unwrap_or_default().as_millis() / RESPONSE_MS_PER_JOB;
+        usize::try_from(more).unwrap_or(usize::MAX).saturating_add(1)
+    }
+
     fn ahead_bytes(packs: &Packs) -> u64 {
         let bytes = u64::try_from(round_trip(packs).as_millis()).unwrap_or(u64::MAX).saturating_mul(AHEAD_BYTES);
         bytes.clamp(AHEAD_BYTES, AHEAD_BYTES_MAX)
@@ -543,6 +553,7 @@ mod with {
         while waits && !objects.should_fetch_all() {
             thread::sleep(TICK);
         }
+        let jobs = if waits { jobs.min(jobs_beside_readers(packs.latency())) } else { jobs };
         while let Err(bad) = objects.fetch_all(jobs, &AtomicBool::new(false), &wait) {
             tracing::warn!("{bad}; retrying in {} s", BACKGROUND_PAUSE.as_secs());
             thread::sleep(BACKGROUND_PAUSE);
@@ -563,6 +574,13 @@ mod with {
     #[cfg(test)]
     mod tests {
         use super::*;
+
+        #[test]
+        fn slower_servers_have_more_requests_in_flight() {
+            let jobs = |ms| jobs_beside_readers(Some(Duration::from_millis(ms)));
+            assert_eq!([0, 3, 5, 20].map(jobs), [1, 1, 2, 6]);
+            assert_eq!(jobs_beside_readers(None), 1);
+        }
 
         #[test]
         fn no_burst_follows_a_pause() {
