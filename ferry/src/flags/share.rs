@@ -300,7 +300,7 @@ pub struct Share {
     #[arg(long, value_name = "REF", help_heading = "For image:PATH")]
     pub from: Option<String>,
 
-    /// Parallel background requests; 0: fetch only what is read [default: 4].
+    /// The maximum of parallel background requests; 0: fetch only what is read [default: 4].
     #[arg(long, value_name = "N", help_heading = "For image:PATH")]
     #[arg(value_parser = clap::value_parser!(u16).range(..=i64::from(JOBS_MAX)))]
     pub jobs: Option<u16>,

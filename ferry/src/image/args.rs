@@ -69,7 +69,7 @@ pub struct LazyArgs {
     /// when it is complete.
     #[arg(long, value_name = "REF")]
     pub from: Option<String>,
-    /// Parallel background requests; 0: fetch only what is read [default: 4].
+    /// The maximum of parallel background requests; 0: fetch only what is read [default: 4].
     #[arg(long, value_name = "N", requires = "from")]
     #[arg(value_parser = clap::value_parser!(u16).range(..=i64::from(JOBS_MAX)))]
     pub jobs: Option<u16>,
