@@ -86,6 +86,12 @@ impl Channel {
 impl State {
     fn notify_config_change(&mut self) {
         self.is_change_pending = self.socket.is_none();
+        if self.is_change_pending {
+            tracing::warn!(
+                "the guest does not learn before its next start that its device has changed: the VMM takes no messages of this server \
+                 (VHOST_USER_SET_BACKEND_REQ_FD)"
+            );
+        }
         if let Some(socket) = &self.socket {
             let message = header(CONFIG_CHANGE_MSG, VERSION, 0);
             if let Err(error) = send(socket, &message, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {

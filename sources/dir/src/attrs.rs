@@ -31,8 +31,7 @@ impl Dir {
             let open = self.handles.get(cx.session, ino, handle)?;
             return Ok(self.attr(&open.inode, &statx(open.file.as_fd(), b"")?));
         }
-        let (inode, st) = self.stat(ino)?;
-        Ok(self.attr(&inode, &st))
+        self.with_stat(ino, |inode, st| self.attr(inode, st))
     }
 
     /// Changes size, owner, mode and times, in an order in which no step undoes an earlier one.

@@ -63,7 +63,7 @@ impl Dir {
         };
         let st = match &fd {
             Some(fd) => statx(fd.as_fd(), b""),
-            None => self.stat(ino).map(|(_, st)| st),
+            None => self.with_stat(ino, |_, st| *st),
         };
         match st {
             Ok(st) if inode.ino == ino && st.stx_nlink > 0 => Ok(self.entry(&inode, &st)),

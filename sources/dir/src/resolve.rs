@@ -176,18 +176,17 @@ impl Dir {
         Ok(self.reach(inode)?.0)
     }
 
-    /// Returns the host's current status of an inode.
-    pub(crate) fn stat(&self, ino: Ino) -> Result<(Arc<Inode>, Statx)> {
+    /// Passes the host's current status of an inode to `then`: it has 256 bytes, which a return would copy.
+    pub(crate) fn with_stat<T>(&self, ino: Ino, then: impl FnOnce(&Inode, &Statx) -> T) -> Result<T> {
         let inode = self.table.get(ino)?;
-        let st = match self.reach(&inode)? {
-            (_, Some(st)) => st,
-            (fd, None) => statx(fd.as_fd(), b"")?,
-        };
-        Ok((inode, st))
+        Ok(match self.reach(&inode)? {
+            (_, Some(st)) => then(&inode, &st),
+            (fd, None) => then(&inode, &statx(fd.as_fd(), b"")?),
+        })
     }
 
     /// Returns a descriptor, as [`Self::path_fd`], and the host's status of the inode if it was queried.
-    fn reach(&self, inode: &Arc<Inode>) -> Result<(Arc<PathFd>, Option<Statx>)> {
+    fn reach(&self, inode: &Arc<Inode>) -> Result<(Arc<PathFd>, Option<Box<Statx>>)> {
         if let Some(fd) = inode.fd() {
             let seen = self.verify(inode, fd.as_fd())?;
             return Ok((fd, seen));
@@ -233,13 +232,13 @@ impl Dir {
 
     /// Verifies once that a descriptor opened by the inode's handle belongs to the inode's key. The handle was read by
     /// name after the attributes, and the name may have changed in between. Returns the status if it was queried.
-    fn verify(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<Option<Statx>> {
+    fn verify(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<Option<Box<Statx>>> {
         if inode.is_verified() {
             return Ok(None);
         }
         let seen = self.check(inode, fd)?;
         inode.set_verified();
-        Ok(Some(seen))
+        Ok(Some(Box::new(seen)))
     }
 
     /// Returns an error unless the descriptor belongs to this inode.
@@ -275,34 +274,32 @@ impl Dir {
         self.watch_directory(dir);
         for _ in 0..TRIES_MAX {
             let heard = self.table.heard();
-            let st = statx(dir_fd, name)?;
-            match self
-                .find_at(dir, dir_fd, name, st)
-                .and_then(|found| self.watch_found(dir, dir_fd, name, found, heard))
-            {
+            let mut st = statx(dir_fd, name)?;
+            let found = self.find_at(dir, (dir_fd, name), &mut st);
+            match found.and_then(|inode| self.watch_found(dir, (dir_fd, name), inode, &mut st, heard)) {
                 // The name now refers to another inode, or was missing for a moment.
                 Err(Errno::STALE | Errno::NOENT) => {}
-                other => return other,
+                other => return other.map(|inode| (inode, st)),
             }
         }
         Err(Errno::STALE)
     }
 
-    /// Makes sure that changes of a found inode are noticed, if the host is watched. Returns it with attributes that are as
-    /// new. `heard`: [`Table::heard`](crate::table::Table::heard) of before they were read.
+    /// Makes sure that changes of a found inode are noticed, if the host is watched; then its attributes are as new. `heard`: [`Table::heard`](crate::table::Table::heard) of before they were read.
     fn watch_found(
         &self,
         dir: &Arc<Inode>,
-        dir_fd: BorrowedFd<'_>,
-        name: &[u8],
-        (inode, st): (Arc<Inode>, Statx),
+        (dir_fd, name): (BorrowedFd<'_>, &[u8]),
+        inode: Arc<Inode>,
+        st: &mut Statx,
         heard: u64,
-    ) -> Result<(Arc<Inode>, Statx)> {
+    ) -> Result<Arc<Inode>> {
         if !self.is_newly_watched(dir, name, &inode) && self.table.heard() == heard {
-            return Ok((inode, st));
+            return Ok(inode);
         }
-        let now = statx(dir_fd, name).and_then(|now| if key(&now) == key(&st) { Ok(now) } else { Err(Errno::STALE) });
-        now.inspect_err(|_| self.table.forget(inode.ino, 1)).map(|now| (Arc::clone(&inode), now))
+        let now = statx(dir_fd, name).and_then(|now| if key(&now) == key(st) { Ok(now) } else { Err(Errno::STALE) });
+        *st = now.inspect_err(|_| self.table.forget(inode.ino, 1))?;
+        Ok(inode)
     }
 
     /// Returns whether changes of an inode may have been missed until now.
@@ -313,38 +310,39 @@ impl Dir {
         is_new_name || is_new_directory
     }
 
-    fn find_at(&self, dir: &Arc<Inode>, dir_fd: BorrowedFd<'_>, name: &[u8], st: Statx) -> Result<(Arc<Inode>, Statx)> {
-        if let Some(inode) = self.table.find_by_descriptor(&key(&st)) {
+    /// Returns the inode of a name whose status was `st`, which it updates.
+    fn find_at(&self, dir: &Arc<Inode>, (dir_fd, name): (BorrowedFd<'_>, &[u8]), st: &mut Statx) -> Result<Arc<Inode>> {
+        if let Some(inode) = self.table.find_by_descriptor(&key(st)) {
             inode.set_place(dir, name);
-            return Ok((inode, st));
+            return Ok(inode);
         }
-        let mount = self.mount_of(dir, &st, || self.open_path(dir_fd, name))?;
+        let mount = self.mount_of(dir, st, || self.open_path(dir_fd, name))?;
         if mount.handles().is_some() {
             match sys::name_to_handle(dir_fd, name) {
                 Ok(handle) => {
-                    let inode = self.table.insert(self.found(dir, &st, mount, Some(handle), false)).0;
-                    self.look_for_acl(&inode, (dir_fd, name), &st);
+                    let inode = self.table.insert(self.found(dir, st, mount, Some(handle), false)).0;
+                    self.look_for_acl(&inode, (dir_fd, name), st);
                     self.hold_found(&inode).inspect_err(|_| self.table.forget(inode.ino, 1))?;
-                    return Ok((inode, st));
+                    return Ok(inode);
                 }
                 // A file system that has handles for some of its inodes only.
                 Err(Errno::OPNOTSUPP | Errno::OVERFLOW | Errno::INVAL) => {}
                 Err(other) => return Err(other),
             }
         }
-        if let Some(inode) = self.table.find_by_btime(&key(&st), kind(&st), btime(&st)) {
+        if let Some(inode) = self.table.find_by_btime(&key(st), kind(st), btime(st)) {
             inode.set_place(dir, name);
-            return Ok((inode, st));
+            return Ok(inode);
         }
         let fd = self.open_path(dir_fd, name)?;
-        let now = statx(fd.as_fd(), b"")?;
-        if key(&now).mount != mount.id {
+        *st = statx(fd.as_fd(), b"")?;
+        if key(st).mount != mount.id {
             return Err(Errno::STALE);
         }
-        let (inode, _) = self.table.insert(self.found(dir, &now, mount, None, true));
+        let (inode, _) = self.table.insert(self.found(dir, st, mount, None, true));
         inode.set_place(dir, name);
         self.cache.keep(&self.table, &inode, self.cache.wrap(fd));
-        Ok((inode, now))
+        Ok(inode)
     }
 
     /// Opens an inode that was found, if a client came too late to another one just now: programs on the host replace files

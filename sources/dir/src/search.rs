@@ -42,8 +42,8 @@ struct Search<'a> {
 impl Dir {
     /// Returns whether an inode may have a name; inodes without one are not searched for.
     fn is_somewhere(&self, inode: &Inode) -> bool {
-        match self.stat(inode.ino) {
-            Ok((_, st)) => st.stx_nlink > 0,
+        match self.with_stat(inode.ino, |_, st| st.stx_nlink > 0) {
+            Ok(has_name) => has_name,
             Err(error) => !(error == Errno::STALE && inode.has_persistent_handle()),
         }
     }

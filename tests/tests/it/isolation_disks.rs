@@ -257,12 +257,20 @@ fn block_devices_work_in_the_sandbox() {
     }
     let device = String::from_utf8(made.stdout).unwrap().trim().to_owned();
     let mut served = home.serve(&format!("disk {device} --vhost-user s --json --queues 2"));
-    drop(is_used(&served, "s"));
+    // When the server has closed it, also if this test fails.
+    assert!(Command::new("losetup").arg("--detach").arg(&device).status().unwrap().success());
+    let driver = is_used(&served, "s");
+    // Grown while it is offered: the kernel tells nobody of it.
+    fs::File::options().write(true).open(served.home.at("disk")).unwrap().set_len(BYTES + (1 << 20)).unwrap();
+    assert!(Command::new("losetup").args(["--set-capacity", &device]).status().unwrap().success());
+    served.says("the size of the disk has changed");
+    served.says("the guest does not learn before its next start that its device has changed");
+    drop(driver);
+    qemu_io(&served, "s", &["write -P 9 4M 1M", "read -P 9 4M 1M", "flush"]);
     qemu_io(&served, "s", &["write -P 7 0 4M", "discard 0 2M", "write -z -u 2M 64k", "read -P 0 2M 64k", "flush"]);
     let said = served.said();
     assert_eq!(served.ends_by(Signal::TERM), 0, "{said}");
-    let detached = Command::new("losetup").arg("--detach").arg(&device).status().unwrap();
-    assert!(detached.success() && !said.contains("failed"), "{said}");
+    assert!(!said.contains("failed"), "{said}");
 }
 
 /// A guest's memory stays pinned for a server that is not root any more.
