@@ -16,9 +16,9 @@ pub fn trim_heap() {
 #[cfg(target_env = "gnu")]
 const LARGE_BYTES: libc::c_int = 512 << 10;
 
-/// From now on large buffers are returned to the system when they are dropped. glibc keeps a buffer of up to 32 MiB for the next
-/// one as soon as one of its size was dropped, for each thread that had one. A buffer that comes from the system costs a page fault
-/// for each 4 KiB, so this is for processes that have large buffers in many threads, and seldom.
+/// Makes the allocator of this process return buffers of 512 KiB or more to the system when they are dropped. Otherwise glibc keeps
+/// dropped buffers of up to 32 MiB, for each thread (mallopt(3), `M_MMAP_THRESHOLD`). A new buffer then costs a page fault for each
+/// 4 KiB, so this is for processes in which many threads have such a buffer now and then.
 pub fn return_large_buffers() {
     #[cfg(target_env = "gnu")]
     // SAFETY: the call takes no pointers; any thread may call it at any time (mallopt(3)).

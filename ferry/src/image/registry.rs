@@ -489,11 +489,11 @@ mod with {
         packs.latency().filter(|_| !packs.are_layers()).unwrap_or_default()
     }
 
-    /// The response time in milliseconds for each of which one more request of the background pays, while a program starts.
+    /// Beside the first one, the background has a request in flight for each so many milliseconds of the server's response time.
     const RESPONSE_MS_PER_JOB: u128 = 4;
 
-    /// Returns how many requests of the background should be in flight while readers have to wait for a server that is near: enough
-    /// that something is always on its way. More would only take CPUs, to unpack and verify, from the program that is being started.
+    /// Returns the maximum of background requests in flight to a near server while readers wait for it: so many that some data is always
+    /// on its way. More would take CPUs, to unpack and verify, from the program that is being started.
     fn jobs_beside_readers(response: Option<Duration>) -> usize {
         let more = response.unwrap_or_default().as_millis() / RESPONSE_MS_PER_JOB;
         usize::try_from(more).unwrap_or(usize::MAX).saturating_add(1)

@@ -176,7 +176,7 @@ impl Dir {
         Ok(self.reach(inode)?.0)
     }
 
-    /// Passes the host's current status of an inode to `then`: it has 256 bytes, which a return would copy.
+    /// Calls `then` with an inode and its current status on the host. The status has 256 bytes, which a return would copy.
     pub(crate) fn with_stat<T>(&self, ino: Ino, then: impl FnOnce(&Inode, &Statx) -> T) -> Result<T> {
         let inode = self.table.get(ino)?;
         Ok(match self.reach(&inode)? {
