@@ -376,12 +376,15 @@ fn info(image: &Image, store: Option<&Path>, json: bool) -> Result<()> {
         let packs: Vec<_> = image.packs().iter().enumerate().map(pack).collect();
         return print(format!(
             "{}\n",
-            json!({"digest": image.shown_digest().to_string(), "image_digest": digest.to_string(), "layout": layout, "bytes": bytes, "inodes": inodes, "packs": packs, "manifest": manifest})
+            json!({"digest": image.shown_digest().to_string(), "image_digest": digest.to_string(), "layout": layout, "bytes": bytes, "inodes": inodes, "packs": packs, "manifest": manifest, "inode_share": image.has_identities()})
         ));
     }
     let own = if image.shown_digest() == digest { String::new() } else { format!("image   {digest}\n") };
     let mut text =
         format!("digest  {}\n{own}layout  {layout}\nbytes   {bytes}\ninodes  {inodes}\n", image.shown_digest());
+    if image.has_identities() {
+        text += "memory  mounts with --inode-share share that of equal files\n";
+    }
     if let Some(manifest) = manifest {
         text +=
             &format!("proofs  the manifest {manifest} names tables of contents, and they prove each chunk of a file\n");

@@ -23,7 +23,7 @@ fuzz_target!(|bytes: &[u8]| {
     let [Some(upper), Some(lower)] = layers else { return };
     let merged = directory.join("merged");
     let _ = std::fs::remove_file(&merged);
-    match merge(&[upper, lower], &merged) {
+    match merge(&[upper, lower], &merged, true) {
         Ok(digest) => assert_clean(&merged, digest),
         Err(_) => assert!(!merged.exists()),
     }
@@ -33,7 +33,7 @@ fuzz_target!(|bytes: &[u8]| {
 fn unpack(archive: &[u8], packing: u8, image: &Path) -> Option<Digest> {
     let _ = std::fs::remove_file(image);
     let store = Store::create(&build::directory().join("store")).expect("stores can be made");
-    let rules = LayerRules { whiteouts: Whiteouts::Overlay, lower: &|_| Ok(None), file_bytes_max: 1 << 20 };
+    let rules = LayerRules { whiteouts: Whiteouts::Overlay, lower: &|_| Ok(None), file_bytes_max: 1 << 20, inode_share: true };
     let unpacked = unpack_layer(&*packed(archive, packing), Path::new("layer"), image, store, &rules);
     let Ok(unpacked) = unpacked else {
         assert!(!image.exists());

@@ -82,6 +82,8 @@ pub struct Config {
     pub images: Images,
     /// Whether the layers below a snapshot are merged to one image; otherwise overlayfs stacks them.
     pub merge: bool,
+    /// Whether images share the memory of equal files; the snapshotter refuses to start if the kernel cannot.
+    pub inode_share: bool,
     /// containerd's own root, which contains the blobs of layers.
     pub containerd_root: PathBuf,
     /// Lazy images.
@@ -97,6 +99,7 @@ impl Default for Config {
             address: "/run/ferry-snapshotter/snapshotter.sock".into(),
             images: Images::default(),
             merge: true,
+            inode_share: false,
             containerd_root: "/var/lib/containerd".into(),
             lazy: LazyConfig::default(),
             virtiofs: VirtiofsConfig::default(),
@@ -133,9 +136,9 @@ mod tests {
     fn configuration_files_are_parsed() {
         let parse = |text: &str| Config::parse(text, Path::new("/etc/ferry"));
         assert_eq!(parse("").unwrap(), Config::default());
-        let text = "root = 'data'\naddress = '/run/s.sock'\nimages = 'never'\nmerge = false\ncontainerd-root = 'c'";
+        let text = "root = 'data'\naddress = '/run/s.sock'\nimages = 'never'\nmerge = false\ninode-share = true\ncontainerd-root = 'c'";
         let config = parse(text).unwrap();
-        assert!(!config.merge && config.containerd_root == Path::new("/etc/ferry/c"));
+        assert!(!config.merge && config.inode_share && config.containerd_root == Path::new("/etc/ferry/c"));
         assert_eq!((config.root, config.address), ("/etc/ferry/data".into(), "/run/s.sock".into()));
         assert_eq!(config.images, Images::Never);
         let lazy = parse("[lazy]\nfrom = ['*']\nhosts = ['h']\nprogram = '/bin/ferry'").unwrap().lazy;

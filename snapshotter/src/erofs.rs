@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-use ferry_image::{Image, configure_erofs, kernel_messages};
+use ferry_image::{Image, InodeShare, configure_erofs, kernel_messages};
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statfs, statx};
 use rustix::io::Errno;
 use rustix::mount::{
@@ -17,19 +17,19 @@ use crate::error::{Error, IoContext, Result};
 const MAGIC: u64 = 0xe0f5_e1e2;
 
 /// Mounts an image on a directory, read-only. Set-user-id programs and device nodes take effect, as in the directories of layers: only
-/// root can enter the directory above.
+/// root can enter the directory above. With `share`, its files share memory with those of other images.
 ///
 /// # Errors
 ///
 /// The kernel has no EROFS, or refuses the image.
-pub fn mount(image: &Image, path: &Path, packs: &[PathBuf], at: &Path) -> Result<()> {
+pub fn mount(image: &Image, path: &Path, packs: &[PathBuf], at: &Path, share: Option<&InodeShare>) -> Result<()> {
     let failed = |messages: &str, error: Errno| Error::Mount {
         path: path.into(),
         messages: messages.into(),
         error: error.into(),
     };
     let context = fsopen("erofs", FsOpenFlags::FSOPEN_CLOEXEC).map_err(|error| failed("no EROFS", error))?;
-    configure_erofs(&context, image, path, packs).map_err(|error| failed(&messages(&context), error))?;
+    configure_erofs(&context, image, path, packs, share).map_err(|error| failed(&messages(&context), error))?;
     let flags = FsMountFlags::FSMOUNT_CLOEXEC;
     let mounted = fsmount(context.as_fd(), flags, MountAttrFlags::MOUNT_ATTR_RDONLY);
     let mounted = mounted.map_err(|error| failed("fsmount", error))?;

@@ -15,7 +15,7 @@ use std::sync::{Mutex, RwLock, RwLockReadGuard, TryLockError};
 use std::time::{Duration, SystemTime};
 
 use ferry_image::{
-    Algorithm, BuildOptions, BuildReport, Digest, ExclusiveStore, Image, LiveSet, Store, build, merge, told,
+    Algorithm, BuildOptions, BuildReport, Digest, ExclusiveStore, Image, InodeShare, LiveSet, Store, build, merge, told,
 };
 use ferry_vfs::sync::{lock, read};
 use rustix::fs::{CWD, Mode, OFlags, openat};
@@ -37,6 +37,8 @@ pub struct Layers {
     pub(crate) directories: Directories,
     /// Whether committed layers become images.
     pub(crate) builds: bool,
+    /// Whether images share the memory of equal files.
+    pub(crate) inode_share: bool,
     /// One image is built at a time: a build uses all processors.
     pub(crate) building: Mutex<()>,
     /// Locked while mounts are inspected and changed.
@@ -56,8 +58,8 @@ impl Layers {
     ///
     /// # Errors
     ///
-    /// There is no overlayfs here; or, if images are required, no EROFS.
-    pub fn new(directories: Directories, images: Images) -> Result<Self> {
+    /// There is no overlayfs here; no EROFS, if images are required; or no shared memory, if `inode_share` says so.
+    pub fn new(directories: Directories, images: Images, inode_share: bool) -> Result<Self> {
         let builds = match (probe(&directories, images != Images::Never), images) {
             (Err(error), Images::Auto) => {
                 tracing::warn!("{}: committed layers stay directories", told(&error));
@@ -69,9 +71,18 @@ impl Layers {
                 images != Images::Never
             }
         };
+        if inode_share {
+            let why = if builds { InodeShare::missing() } else { Some("layers are not images here".into()) };
+            if let Some(why) = why {
+                return Err(Error::FailedPrecondition(format!(
+                    "inode-share = true needs Linux 7.0 or later with EROFS_FS_PAGE_CACHE_SHARE: {why}"
+                )));
+            }
+        }
         Ok(Self {
             directories,
             builds,
+            inode_share,
             building: Mutex::default(),
             mounting: Mutex::default(),
             recording: RwLock::default(),
@@ -140,7 +151,8 @@ impl Layers {
         // Remains of a commit with an unknown outcome.
         self.remove_image(id)?;
         let store = Store::create(&self.directories.store())?;
-        let report = build(&upper, &self.directories.image(id), store, &BuildOptions::default(), &|_, _| {})?;
+        let options = BuildOptions { inode_share: self.inode_share, ..BuildOptions::default() };
+        let report = build(&upper, &self.directories.image(id), store, &options, &|_, _| {})?;
         let image = recorded(&report);
         self.mount(id, &image)?;
         Ok(image)
@@ -214,8 +226,8 @@ impl Layers {
             Ok((path.clone(), digest_of(&path, &image.digest)?))
         };
         let images = layers.iter().map(image).collect::<Result<Vec<_>>>()?;
-        let merged = merge(&images, &self.directories.merged_image(layers.first().map_or(0, |(id, _)| *id)))?;
-        Ok(merged.to_string())
+        let path = self.directories.merged_image(layers.first().map_or(0, |(id, _)| *id));
+        Ok(merge(&images, &path, self.inode_share)?.to_string())
     }
 
     fn mount_image(&self, path: &Path, digest: &str, at: PathBuf) -> Result<PathBuf> {
@@ -224,9 +236,11 @@ impl Layers {
             let image = Image::open(path, Some(digest_of(path, digest)?))?;
             let store = Store::open(&self.directories.store())?;
             let packs: Vec<PathBuf> = image.packs().iter().map(|pack| store.pack_path(pack.name)).collect();
+            // Images of the time before have no identities.
+            let share = if self.inode_share { InodeShare::of(&image, path, &store)? } else { None };
             match fs::create_dir(&at) {
                 Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error).doing("create", &at)?,
-                _ => erofs::mount(&image, path, &packs, &at)?,
+                _ => erofs::mount(&image, path, &packs, &at, share.as_ref())?,
             }
         }
         Ok(at)
@@ -422,7 +436,7 @@ fn probe_image(directory: &Path, at: &Path) -> Result<()> {
     let image = Image::open(&path, Some(report.digest))?;
     let store = Store::open(&store)?;
     let packs: Vec<PathBuf> = report.packs.iter().map(|pack| store.pack_path(*pack)).collect();
-    erofs::mount(&image, &path, &packs, at)?;
+    erofs::mount(&image, &path, &packs, at, None)?;
     for name in ["old", "new"] {
         let shown = |root: &Path| -> io::Result<_> {
             let path = root.join(name);

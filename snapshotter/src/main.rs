@@ -55,6 +55,7 @@ Configuration file, with the defaults:
   address = \"/run/ferry-snapshotter/snapshotter.sock\"
   images = \"auto\"      # or \"never\": committed layers stay directories; or \"require\"
   merge = true         # one image of all layers below a container; false: overlayfs stacks them
+  inode-share = false  # true: equal files of images share memory (Linux 7.0)
   containerd-root = \"/var/lib/containerd\"
   [lazy]
   from = []            # whose images start before their layers are downloaded

@@ -97,7 +97,7 @@ impl Snapshotter {
         // Locks the root.
         let metadata = Metadata::open(&directories.metadata())?;
         log_failure(directories.empty_trash(unmount_in));
-        let layers = Layers::new(directories.clone(), config.images)?;
+        let layers = Layers::new(directories.clone(), config.images, config.inode_share)?;
         let shares = Shares::new(config.virtiofs.clone(), config.lazy.clone())?;
         let lazy = Arc::new(Lazy::new(directories.clone(), config.lazy.clone()));
         let (keys, adding, converting, metrics) =

@@ -10,6 +10,7 @@
 pub mod confined;
 pub mod delays;
 pub mod disks;
+pub mod host_root;
 pub mod inside;
 pub mod mounts;
 pub mod ninep;

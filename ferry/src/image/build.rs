@@ -85,6 +85,10 @@ pub struct BuildArgs {
     /// It does not reuse packs without them, and takes longer to build.
     #[arg(long, help_heading = "Layout")]
     verity: bool,
+    /// Let mounts with --inode-share share the memory of equal files (flat layout; Linux 6.4 or later can mount the image). It adds 48
+    /// bytes per file.
+    #[arg(long, help_heading = "Layout")]
+    inode_share: bool,
     /// The number of threads that read and hash [default: one per CPU].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
@@ -117,6 +121,9 @@ impl BuildArgs {
         if layout != Layout::Flat && self.order_from.is_some() {
             bail!("--order-from needs --layout flat: composefs has one file per object");
         }
+        if layout != Layout::Flat && self.inode_share {
+            bail!("--inode-share needs --layout flat: the files of composefs share their memory already, as objects");
+        }
         let order = self.order_from.as_deref().map(Trace::read).transpose()?;
         let usual = BuildOptions::default();
         Ok(BuildOptions {
@@ -131,6 +138,7 @@ impl BuildArgs {
             }),
             // composefs enables it on objects where the file system can.
             verity: self.verity && layout == Layout::Flat,
+            inode_share: self.inode_share,
             unused_packs: usual.unused_packs,
             filter: Filter {
                 exclude: self.exclude.iter().map(|ExcludePattern(pattern)| pattern.clone()).collect(),

@@ -9,7 +9,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_image::{Data, Image, PackRef, Store, configure_erofs, kernel_messages, objects_directory};
+use ferry_image::{Data, Image, InodeShare, PackRef, Store, configure_erofs, kernel_messages, objects_directory};
 use ferry_vfs::FileType;
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use rustix::io::Errno;
@@ -51,6 +51,10 @@ pub struct MountArgs {
     /// nosuid and nodev.
     #[arg(short = 'o', value_enum, value_name = "OPTIONS", value_delimiter = ',')]
     pub(super) options: Vec<Word>,
+    /// Share the memory of files with the same files of other images that are mounted so, from the same store (Linux 7.0 or later; an
+    /// image built with --inode-share). Programs cannot open such files with O_DIRECT.
+    #[arg(long, conflicts_with = "from")]
+    inode_share: bool,
     /// Mount from loop devices, the default before Linux 6.12.
     #[arg(long = "loop", conflicts_with = "from")]
     by_loop: bool,
@@ -93,6 +97,7 @@ impl MountArgs {
         let asked = [
             (self.upper.is_some(), "--upper"),
             (self.by_loop, "--loop"),
+            (self.inode_share, "--inode-share"),
             (self.verity == VerityPolicy::Require, "--verity require"),
         ];
         asked.into_iter().find(|(is_asked, _)| *is_asked).map(|(_, flag)| flag)
@@ -126,6 +131,7 @@ pub(super) fn attach_file(
     }
     let prepare = |upper: &PathBuf| Upper::prepare(upper, args.work.as_deref(), image.digest());
     let upper = args.upper.as_ref().map(prepare).transpose()?;
+    let share = args.inode_share.then(|| inode_share(image, &path, store)).transpose()?;
     // The file of this name may no longer be the one that was verified.
     let proved = is_proved.then_some(file);
     // Kept open until the kernel has opened them.
@@ -135,7 +141,7 @@ pub(super) fn attach_file(
         Packs { paths: packs(image, store, elsewhere)?, files: Vec::new() }
     };
     let attributes = args.attributes();
-    let mut mounted = erofs(image, (proved, &path), &packs.paths, (args.by_loop, attributes))?;
+    let mut mounted = erofs((image, share.as_ref()), (proved, &path), &packs.paths, (args.by_loop, attributes))?;
     drop(packs.files);
     if image.is_composefs() || upper.is_some() {
         let objects = objects_directory(store);
@@ -163,6 +169,19 @@ pub(super) fn attach_file(
         }
     }
     Ok(())
+}
+
+/// Verifies that the page cache of an image's files can be shared.
+fn inode_share(image: &Image, path: &Path, store: &Path) -> Result<InodeShare> {
+    if let Some(why) = InodeShare::missing() {
+        bail!(
+            "this kernel cannot share the memory of files between mounts (Linux 7.0 or later with EROFS_FS_PAGE_CACHE_SHARE can): {why}; mount \
+             without --inode-share"
+        );
+    }
+    InodeShare::of(image, path, &Store::open(store)?)?.with_context(|| {
+        format!("{} has no identities of files: build it with --inode-share, or mount without it", path.display())
+    })
 }
 
 /// Whether the first object of an image has fs-verity. Reads of another object without it fail with EIO.
@@ -239,7 +258,7 @@ fn packs(image: &Image, store: &Path, elsewhere: &dyn Fn(usize) -> Option<PathBu
 /// Returns a detached mount of the image: from the file that was verified, if there is one, else from `path`; from loop devices
 /// if the kernel accepts only those.
 fn erofs(
-    image: &Image,
+    (image, share): (&Image, Option<&InodeShare>),
     (proved, path): (Option<&File>, &Path),
     packs: &[PathBuf],
     (by_loop, attributes): (bool, MountAttrFlags),
@@ -249,8 +268,8 @@ fn erofs(
     if !by_loop {
         let files: Vec<&Path> = packs.iter().map(PathBuf::as_path).collect();
         let configured = match proved {
-            Some(proved) => configure_proved(image, (proved, path), &files)?,
-            None => configure(image, path, &files)?,
+            Some(proved) => configure_proved((image, share), (proved, path), &files)?,
+            None => configure((image, share), path, &files)?,
         };
         match configured {
             Ok(context) => return detached_mount(&context, path, attributes),
@@ -263,7 +282,7 @@ fn erofs(
     let source = Loop::attach(source.as_deref().unwrap_or(path))?;
     let loops = packs.iter().map(|pack| Loop::attach(pack)).collect::<Result<Vec<_>>>()?;
     let devices: Vec<&Path> = loops.iter().map(|device| device.path.as_path()).collect();
-    match configure(image, &source.path, &devices)? {
+    match configure((image, share), &source.path, &devices)? {
         Ok(context) => detached_mount(&context, path, attributes),
         Err((context, error)) => Err(with_kernel_messages(&context, error)).with_context(refused),
     }
@@ -271,7 +290,11 @@ fn erofs(
 
 /// Calls [`configure`] with the file that was verified. The mount table shows its path; if the file was removed, it shows a
 /// descriptor.
-fn configure_proved(image: &Image, (proved, path): (&File, &Path), packs: &[&Path]) -> Result<Configured> {
+fn configure_proved(
+    image: (&Image, Option<&InodeShare>),
+    (proved, path): (&File, &Path),
+    packs: &[&Path],
+) -> Result<Configured> {
     let open = |pack: &&Path| File::open(pack).with_context(|| format!("cannot open {}", pack.display()));
     let opened = packs.iter().map(open).collect::<Result<Vec<_>>>()?;
     let places = private_root::placeholder_paths(packs.len());
@@ -284,9 +307,9 @@ fn configure_proved(image: &Image, (proved, path): (&File, &Path), packs: &[&Pat
 }
 
 /// Configures a mount of the image.
-fn configure(image: &Image, source: &Path, devices: &[&Path]) -> Result<Configured> {
+fn configure((image, share): (&Image, Option<&InodeShare>), source: &Path, devices: &[&Path]) -> Result<Configured> {
     let context = context("erofs")?;
-    Ok(finish(configure_erofs(&context, image, source, devices), context))
+    Ok(finish(configure_erofs(&context, image, source, devices, share), context))
 }
 
 fn detached_mount(context: &OwnedFd, path: &Path, attributes: MountAttrFlags) -> Result<OwnedFd> {

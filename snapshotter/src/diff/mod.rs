@@ -139,6 +139,7 @@ impl Snapshotter {
             lower: &lower,
             // A directory would need them all.
             file_bytes_max: disk.f_blocks.saturating_mul(disk.f_frsize),
+            inode_share: self.layers.inode_share,
         };
         let _recording = self.layers.recording();
         let _building = lock(&self.layers.building);
@@ -148,6 +149,7 @@ impl Snapshotter {
         unpacked.map_err(|error| match error {
             ferry_image::Error::Input { .. }
             | ferry_image::Error::CannotHold { .. }
+            | ferry_image::Error::OwnIdentities
             | ferry_image::Error::TooLarge(_)
             | ferry_image::Error::TooManyPacks(_) => {
                 tracing::warn!("a layer is left to containerd's other differs: {}", told(&error));

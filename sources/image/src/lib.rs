@@ -42,7 +42,7 @@ pub use format::index::{Index, Object};
 pub use format::layer_index::{Compression, LAYER_CHUNK_BYTES_MAX, LayerBlob};
 pub use format::walk::{Step, walk};
 pub use format::{erofs, pack_table};
-pub use mount::{configure_erofs, kernel_messages};
+pub use mount::{InodeShare, configure_erofs, kernel_messages};
 pub use read::diff::{Change, Digests, Kind as ChangeKind, diff};
 pub use read::disk::Disk;
 pub use read::dump::{DumpError, write as dump};

@@ -1,17 +1,12 @@
 //! Images with files that the kernel verifies: ext4 with fs-verity in a QEMU guest. Objects of the layout composefs,
 //! and packs of the layout flat.
 
-use std::ffi::OsStr;
 use std::path::Path;
-use std::time::Duration;
 
+use ferry_tests::GuestCache;
 use ferry_tests::disks::tool;
+use ferry_tests::host_root::run_on_host_root;
 use ferry_tests::mounts::program;
-use ferry_tests::{Cache, GuestCache, Kind, Options, Place, Share, collect, directory, guest_on};
-
-/// A guest without KVM on a machine that has other things to do.
-const TIMEOUT: Duration = Duration::from_secs(600);
-const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// What every script begins with: a file system with fs-verity, a tree in it, and a copy of that elsewhere. What ferry is started by does not
 /// change while it runs.
@@ -314,21 +309,6 @@ fn the_kernel_verifies_pulled_images() {
 
 /// Runs a script, which says at its end that all was proved, with somebody else's program.
 fn in_a_guest(script: &str, theirs: &Path) {
-    let (script, program, mkfs) = (format!("{SET_UP}{script}"), program(), tool("mkfs.ext4"));
-    let sh = ["sh", "-euxc", &script, "sh"].map(OsStr::new);
-    let words = sh.into_iter().chain([program.as_os_str(), mkfs.as_os_str(), theirs.as_os_str()]);
-    let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
-    let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
-    let programs = Share::of(Path::new("/"), directory(Place::Disk), dir, options);
-    let mut guest = guest_on(&programs.socket, words);
-    guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
-    guest.mounts.clear();
-    guest.cwd = "/".into();
-    guest.boot_timeout = BOOT_TIMEOUT;
-    guest.memory_mib = 1024;
-    let begin = std::time::Instant::now();
-    let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
-    let ran = collect(running, TIMEOUT, begin);
-    println!("{:?}, {}", ran.took, ran.out);
-    assert!(ran.ok().ends_with("proved\n"));
+    let out = run_on_host_root(&format!("{SET_UP}{script}"), [program(), &tool("mkfs.ext4"), theirs]);
+    assert!(out.ends_with("proved\n"), "{out}");
 }

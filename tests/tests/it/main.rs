@@ -47,6 +47,7 @@ mod hostile;
 mod hostile_lengths;
 mod idle;
 mod image_exports;
+mod image_inode_share;
 mod image_verity;
 mod isolation;
 mod isolation_disks;

@@ -40,6 +40,8 @@ pub struct Options {
     /// Store packs with fs-verity digests, and enable fs-verity where supported, so that the kernel can verify reads.
     /// Packs without digests are not reused. Only for [`Layout::Flat`]: composefs's objects always have fs-verity.
     pub verity: bool,
+    /// Give files the identities by which mounts share their page cache (EROFS's `inode_share`). Only for [`Layout::Flat`].
+    pub inode_share: bool,
     /// Packs of the store whose objects are stored again. Only for [`Layout::Flat`].
     pub unused_packs: Vec<Digest>,
     /// What is excluded or normalized.
@@ -55,6 +57,7 @@ impl Default for Options {
             order: None,
             whiteouts: None,
             verity: false,
+            inode_share: false,
             unused_packs: Vec::new(),
             filter: Filter::default(),
         }

@@ -36,6 +36,8 @@ const BUFFERS_PER_THREAD: usize = 4;
 pub(crate) struct PackWriter {
     store: Arc<Store>,
     has_verity: bool,
+    /// Whether files get identities.
+    identities: bool,
     /// The locations of the store's objects.
     places: Arc<StorePlaces>,
     pack: NewPack,
@@ -70,7 +72,8 @@ impl PackWriter {
         let (batch, pack) = (Batch::new(hashes_unless_in.clone()), NewPack::begin(store, has_verity)?);
         let input = Input { threads, hashers: None, hashes_unless_in, batch, free: Vec::new(), chunks: 0 };
         let (store, found, chunks) = (Arc::clone(store), HashMap::new(), Vec::new());
-        Ok(Self { store, has_verity, places, pack, found, chunks, input, data_bytes: 0, new_bytes: 0 })
+        let identities = options.inode_share;
+        Ok(Self { store, has_verity, identities, places, pack, found, chunks, input, data_bytes: 0, new_bytes: 0 })
     }
 
     /// Keeps new objects in the page cache, for files that are read next.
@@ -176,7 +179,7 @@ impl ContentWriter for PackWriter {
     fn finish(mut self, tree: Tree, order: Option<&Trace>) -> Result<WriterOutput> {
         self.flush()?;
         self.store_hashed(0)?;
-        let Self { store, has_verity, places: known, pack, found, chunks, .. } = self;
+        let Self { store, has_verity, identities, places: known, pack, found, chunks, .. } = self;
         let new = pack.finish()?;
         let place = |(digest, at)| match (at, new) {
             (ObjectSource::Known(place), _) => Some((digest, place)),
@@ -205,7 +208,7 @@ impl ContentWriter for PackWriter {
                 store.index(name).map(|index| Pack { name, blocks: index.blocks, ahead })
             })
             .collect::<Result<Vec<_>>>()?;
-        let (bytes, tree) = flat::write(&tree, &used, &chunks, &places)?;
+        let (bytes, tree) = flat::write(&tree, &used, &chunks, &places, identities)?;
         Ok(WriterOutput { bytes, tree: Some(tree), packs: used.iter().map(|pack| pack.name).collect() })
     }
 }

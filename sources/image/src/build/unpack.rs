@@ -48,7 +48,7 @@ pub fn unpack_layer(
     store: Store,
     rules: &tar::LayerRules<'_>,
 ) -> Result<UnpackReport> {
-    let options = Options::default();
+    let options = Options { inode_share: rules.inode_share, ..Options::default() };
     let mut writer = PackWriter::begin(&Arc::new(store), &options)?;
     // A container that starts next reads some of the new files.
     writer.keep_cached()?;

@@ -11,7 +11,7 @@ use crate::format::chunk;
 use crate::format::data::{Data, ENTRY_BYTES, Run};
 use crate::format::erofs::{BLOCK_BYTES, kind};
 use crate::format::error::{Flaw, ImageResult};
-use crate::format::image::{Entry, Image, Inode, Nid};
+use crate::format::image::{Entry, Image, Inode, Nid, XattrAt};
 use crate::format::walk::{DEPTH_MAX, Step};
 
 use overlap::{Claims, Overlap};
@@ -213,22 +213,28 @@ impl<'a> Walk<'a> {
             self.claims.claim_image(blocks, inode.kind() == FileType::RegularFile);
         }
         let (shared, _) = self.image.shared_xattrs(inode).unwrap_or_default();
-        for (_, bytes) in shared {
-            if self.shared.insert(bytes.start) {
-                self.claims.claim_image(bytes, false);
+        for XattrAt { range, .. } in shared {
+            if self.shared.insert(range.start) {
+                self.claims.claim_image(range, false);
             }
         }
     }
 
     fn attributes(&mut self, inode: &Inode, path: &Step<'_>) {
-        match self.image.raw_xattrs(inode) {
+        match self.image.all_xattrs(inode) {
             Ok(xattrs) => {
-                let names: HashSet<_> = xattrs.iter().map(|(name, _)| name).collect();
+                let names: HashSet<_> = xattrs.iter().map(|xattr| &xattr.name).collect();
                 if names.len() != xattrs.len() {
                     self.say(path, "an attribute twice");
                 }
             }
             Err(flaw) => self.say(path, &flaw.to_string()),
+        }
+        // Damage of attributes and locations is reported elsewhere.
+        if self.image.has_identities()
+            && let Ok(false) = self.image.has_own_identity(inode)
+        {
+            self.say(path, "an identity that is not of its contents");
         }
     }
 

@@ -25,10 +25,20 @@ pub const SLOT_BYTES: usize = 32;
 pub const INCOMPAT_DEVICE_TABLE: u32 = 0x8;
 /// Incompatible feature: files in chunks.
 pub const INCOMPAT_CHUNKS: u32 = 0x4;
+/// Incompatible feature: long prefixes of attribute names.
+pub const INCOMPAT_XATTR_PREFIXES: u32 = 0x40;
 /// Compatible feature: the times in inodes are modification times.
 pub const COMPAT_MTIME: u32 = 0x2;
 /// Compatible feature: [`XattrHeader::name_filter`] is valid.
 pub const COMPAT_XATTR_FILTER: u32 = 0x4;
+/// Compatible feature: the table of long prefixes is in the image itself, at [`Super::xattr_prefix_start`].
+pub const COMPAT_PLAIN_XATTR_PREFIXES: u32 = 0x10;
+/// Compatible feature: an attribute identifies the contents of files ([`Super::ishare_xattr_prefix`]).
+pub const COMPAT_ISHARE_XATTRS: u32 = 0x20;
+/// The bit of [`XattrEntry::prefix`] that marks the number of a long prefix.
+pub const LONG_XATTR_PREFIX: u8 = 0x80;
+/// The unit of [`Super::xattr_prefix_start`] in bytes.
+pub const XATTR_PREFIX_UNIT: usize = 4;
 /// The maximum `name_len` in [`XattrEntry`] (`XATTR_NAME_MAX`).
 pub const XATTR_NAME_MAX: usize = 255;
 /// The prefix of the volume name in images of the layout `flat`; the last byte has flags.
@@ -98,16 +108,18 @@ pub struct Super {
     pub device_table: U16,
     /// Size of a directory's block relative to a block, as a power of two.
     pub dir_block_bits: u8,
-    /// For long prefixes of attribute names.
+    /// The number of long prefixes of attribute names.
     pub xattr_prefix_count: u8,
-    /// For long prefixes of attribute names.
+    /// The offset of their table, in units of [`XATTR_PREFIX_UNIT`].
     pub xattr_prefix_start: U32,
     /// For fragments.
     pub packed_nid: U64,
     /// For attribute filters.
     pub xattr_filter: u8,
+    /// The number of the long prefix that is the name of the attribute with the identity of a file's contents.
+    pub ishare_xattr_prefix: u8,
     /// Not used here.
-    pub reserved: [u8; 3],
+    pub reserved: [u8; 2],
     /// Not used here.
     pub build_time: U32,
     /// Not used here.
@@ -233,7 +245,7 @@ pub struct XattrHeader {
 pub struct XattrEntry {
     /// Length of the name without its prefix.
     pub name_len: u8,
-    /// The number of the prefix ([`XATTR_PREFIXES`]).
+    /// The number of the prefix: one of [`XATTR_PREFIXES`], or [`LONG_XATTR_PREFIX`] and the number of a long one.
     pub prefix: u8,
     /// Length of the value.
     pub value_len: U16,

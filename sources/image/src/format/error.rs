@@ -48,6 +48,11 @@ pub enum Error {
         "the bytes of the tree's files are in {0} packs, more than an image can name: build it into a store of its own"
     )]
     TooManyPacks(usize),
+    /// A file has the attribute of identities, which the kernel would believe.
+    #[error(
+        "a file has the attribute trusted.overlay.ferry.content, by which images would share memory: remove it, or build without --inode-share"
+    )]
+    OwnIdentities,
     /// The file is no image of Ferry's, or is damaged.
     #[error("{} is no valid image: {reason}", path.display())]
     Invalid {

@@ -12,10 +12,12 @@ use crate::format::composefs::view::{METACOPY, REDIRECT, digest_of, visible_name
 use crate::format::data::{ChunkIndex, Data, ENTRY_BYTES, PackRef};
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest};
 use crate::format::erofs::{
-    BLOCK_BYTES, Compact, DeviceSlot, Extended, Layout, MANIFEST_OFFSET, SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET,
-    XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
+    BLOCK_BYTES, COMPAT_ISHARE_XATTRS, Compact, DeviceSlot, Extended, LONG_XATTR_PREFIX, Layout, MANIFEST_OFFSET,
+    SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIX_UNIT, XATTR_PREFIXES, XattrEntry, XattrHeader,
+    split_xattr,
 };
 use crate::format::error::{Flaw, ImageResult};
+use crate::format::identity;
 
 mod directory;
 mod kinds;
@@ -32,7 +34,14 @@ const HEAD_BYTES: usize = SUPER_OFFSET + size_of::<Super>();
 pub type Xattr<'a> = (Vec<u8>, &'a [u8]);
 
 /// An attribute with its location in the image.
-type XattrRange<'a> = (Xattr<'a>, Range<usize>);
+#[derive(Clone, Debug)]
+pub(crate) struct XattrAt<'a> {
+    pub name: Vec<u8>,
+    pub value: &'a [u8],
+    pub value_offset: usize,
+    /// The offsets of its entry, and of the next one.
+    pub range: Range<usize>,
+}
 
 /// The number of an inode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -127,14 +136,25 @@ impl Image {
         u64::from(self.header.blocks.get()) * BLOCK_BYTES as u64
     }
 
-    /// Returns the ranges of the superblock, with what precedes it, and of the device table.
-    pub(crate) fn head(&self) -> [Range<usize>; 2] {
+    /// Returns the ranges of the superblock, with what precedes it, of the device table, and of the prefixes of attributes.
+    pub(crate) fn head(&self) -> [Range<usize>; 3] {
         let table = usize::from(self.header.device_table.get()) * size_of::<DeviceSlot>();
-        [0..HEAD_BYTES, table..table + self.packs.len() * size_of::<DeviceSlot>()]
+        let prefixes = prefix_table(&self.header);
+        let prefixes_end = if self.has_identities() { prefixes + identity::PREFIX_TABLE.len() } else { prefixes };
+        [0..HEAD_BYTES, table..table + self.packs.len() * size_of::<DeviceSlot>(), prefixes..prefixes_end]
     }
 
     pub(crate) fn as_bytes(&self) -> &[u8] {
         &self.bytes
+    }
+
+    pub(crate) fn into_bytes(self) -> Vec<u8> {
+        self.bytes
+    }
+
+    /// Returns whether files have identities, by which mounts can share their page cache.
+    pub fn has_identities(&self) -> bool {
+        self.features() & COMPAT_ISHARE_XATTRS != 0
     }
 
     /// Returns whether it has the composefs layout: files' bytes are in an object store.
@@ -362,21 +382,30 @@ impl Image {
         Ok(raw.into_iter().filter_map(|(name, value)| Some((visible_name(name)?, value))).collect())
     }
 
-    /// Returns the extended attributes as stored, shared ones last.
+    /// Returns the extended attributes as stored, shared ones last, without identities.
     pub(crate) fn raw_xattrs(&self, inode: &Inode) -> ImageResult<Vec<Xattr<'_>>> {
+        let mut all = self.all_xattrs(inode)?;
+        if self.has_identities() {
+            all.retain(|xattr| xattr.name != identity::NAME);
+        }
+        Ok(all.into_iter().map(|XattrAt { name, value, .. }| (name, value)).collect())
+    }
+
+    /// The same with identities.
+    pub(crate) fn all_xattrs(&self, inode: &Inode) -> ImageResult<Vec<XattrAt<'_>>> {
         let (shared, mut at) = self.shared_xattrs(inode)?;
         let mut found = Vec::new();
         while at < inode.xattrs.1 {
-            let (xattr, next) = self.xattr(at, inode.xattrs.1)?;
+            let xattr = self.xattr(at, inode.xattrs.1)?;
+            at = xattr.range.end;
             found.push(xattr);
-            at = next;
         }
-        found.extend(shared.into_iter().map(|(xattr, _)| xattr));
+        found.extend(shared);
         Ok(found)
     }
 
-    /// Returns an inode's shared attributes with their locations, and the offset of its own ones.
-    pub(crate) fn shared_xattrs(&self, inode: &Inode) -> ImageResult<(Vec<XattrRange<'_>>, usize)> {
+    /// Returns an inode's shared attributes, and the offset of its own ones.
+    pub(crate) fn shared_xattrs(&self, inode: &Inode) -> ImageResult<(Vec<XattrAt<'_>>, usize)> {
         let (from, to) = inode.xattrs;
         let mut found = Vec::new();
         if from == to {
@@ -388,38 +417,43 @@ impl Image {
         for _ in 0..header.shared_count {
             let id: zerocopy::little_endian::U32 = read_at(&self.bytes[..to], at)?;
             at += size_of_val(&id);
-            let place = shared + id.get() as usize * 4;
-            let (xattr, next) = self.xattr(place, self.bytes.len())?;
-            found.push((xattr, place..next));
+            found.push(self.xattr(shared + id.get() as usize * 4, self.bytes.len())?);
         }
         Ok((found, at))
     }
 
-    /// Returns the attribute at an offset, and the offset of the next one.
-    fn xattr(&self, at: usize, end: usize) -> ImageResult<(Xattr<'_>, usize)> {
+    /// Returns the attribute at an offset.
+    fn xattr(&self, at: usize, end: usize) -> ImageResult<XattrAt<'_>> {
         let flaw = |what| Flaw { what, offset: at as u64 };
         let bytes = self.bytes.get(..end).unwrap_or_default();
         let entry: XattrEntry = read_at(bytes, at)?;
         let prefix: &[u8] = match XATTR_PREFIXES.iter().find(|(number, _)| *number == entry.prefix) {
             Some((_, prefix)) => prefix,
             None if entry.prefix == 0 => b"",
+            None if entry.prefix == LONG_XATTR_PREFIX && self.has_identities() => identity::NAME,
             None => return Err(flaw("an attribute of an unknown kind")),
         };
         let name = at + size_of::<XattrEntry>();
-        let value = name + usize::from(entry.name_len);
-        let after = value + usize::from(entry.value_len.get());
+        let value_offset = name + usize::from(entry.name_len);
+        let after = value_offset + usize::from(entry.value_len.get());
         let cut = || flaw("an attribute that is cut off");
-        let suffix = bytes.get(name..value).ok_or_else(cut)?;
-        let value = bytes.get(value..after).ok_or_else(cut)?;
+        let suffix = bytes.get(name..value_offset).ok_or_else(cut)?;
+        let value = bytes.get(value_offset..after).ok_or_else(cut)?;
+        let is_long = entry.prefix == LONG_XATTR_PREFIX;
         let name = [prefix, suffix].concat();
-        if split_xattr(&name).0 != entry.prefix {
+        if if is_long { name != identity::NAME } else { split_xattr(&name).0 != entry.prefix } {
             return Err(flaw("an attribute of another kind than it says"));
         }
         if name.contains(&0) || name.len() > crate::format::erofs::XATTR_NAME_MAX {
             return Err(flaw("an attribute with an invalid name"));
         }
-        Ok(((name, value), after.next_multiple_of(4)))
+        Ok(XattrAt { name, value, value_offset, range: at..after.next_multiple_of(4) })
     }
+}
+
+/// Returns the offset of the table of long prefixes.
+fn prefix_table(header: &Super) -> usize {
+    header.xattr_prefix_start.get() as usize * XATTR_PREFIX_UNIT
 }
 
 /// Reads a structure at any offset.

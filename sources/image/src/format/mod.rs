@@ -8,6 +8,7 @@ pub(crate) mod digest;
 pub mod erofs;
 pub(crate) mod error;
 pub(crate) mod flat;
+pub(crate) mod identity;
 pub(crate) mod image;
 pub(crate) mod index;
 pub(crate) mod layer_index;

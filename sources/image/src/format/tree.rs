@@ -101,6 +101,13 @@ pub enum Content {
     },
 }
 
+impl Content {
+    /// Whether these are the bytes of a file in packs.
+    pub(crate) fn is_in_packs(&self) -> bool {
+        matches!(self, Self::Packed { .. } | Self::Layer { .. } | Self::Chunks { .. })
+    }
+}
+
 impl Node {
     /// Returns the file type in the mode.
     pub fn kind(&self) -> FileType {

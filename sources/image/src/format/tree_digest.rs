@@ -27,7 +27,7 @@ use crate::format::check::check;
 use crate::format::chunk::{self, CHUNK_BYTES};
 use crate::format::data::Data;
 use crate::format::digest::{Algorithm, Digest};
-use crate::format::erofs::{BLOCK_BYTES, COMPAT_MTIME};
+use crate::format::erofs::{BLOCK_BYTES, COMPAT_ISHARE_XATTRS, COMPAT_MTIME, COMPAT_PLAIN_XATTR_PREFIXES};
 use crate::format::error::{Error, Flaw, ImageResult, Result};
 use crate::format::image::{Image, Inode, Nid};
 use crate::format::index::Index;
@@ -173,7 +173,9 @@ fn of_node(records: &mut Records, node: &Node, pieces: &[Digest]) {
 /// The image is damaged: readers agree only on an image without findings ([`check`]).
 fn of_image(image: &Image, indexes: &[&Index]) -> ImageResult<Result<Digest, String>> {
     // The kernel may read an image with other features differently.
-    let other = (image.features() != COMPAT_MTIME).then(|| "features that Ferry does not write".into());
+    let identities = COMPAT_PLAIN_XATTR_PREFIXES | COMPAT_ISHARE_XATTRS;
+    let own = if image.has_identities() { COMPAT_MTIME | identities } else { COMPAT_MTIME };
+    let other = (image.features() != own).then(|| "features that Ferry does not write".into());
     if let Some(finding) = other.or_else(|| check(image).findings.into_iter().next()) {
         return Ok(Err(finding));
     }

@@ -16,6 +16,7 @@ mod composefs_rs;
 mod damage;
 mod flaws;
 mod holes;
+mod identities;
 mod input;
 mod kernel;
 mod layers;

@@ -21,7 +21,7 @@ fn unpack(bench: &Bench, blob: impl Read + Send, rules: &LayerRules<'_>) -> Resu
 
 /// Rules of a layer with nothing below.
 const ALONE: LayerRules<'static> =
-    LayerRules { whiteouts: Whiteouts::Overlay, lower: &|_| Ok(None), file_bytes_max: 1 << 30 };
+    LayerRules { whiteouts: Whiteouts::Overlay, lower: &|_| Ok(None), file_bytes_max: 1 << 30, inode_share: false };
 
 fn build_archive(bench: &Bench, archive: &[u8]) -> Result<BuildReport> {
     let path = bench.path("archive");

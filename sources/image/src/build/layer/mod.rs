@@ -308,7 +308,7 @@ fn write(
         keep_index(&layer.index, store)?;
     }
     let packs: Vec<flat::Pack> = used.iter().map(|pack| packs[*pack]).collect();
-    let bytes = flat::write_layers(&tree, &packs, origin)?;
+    let bytes = flat::write_layers(&tree, &packs, origin, false)?;
     let digest = Algorithm::Blake3.of(&bytes);
     let mut new = NewFile::begin(new_file::directory_of(image))?;
     new.file.write_all(&bytes).doing("write to", &*new.path)?;

@@ -30,13 +30,13 @@ const MEANINGLESS: [&[u8]; 6] = [b"impure", b"nlink", b"origin", b"protattr", b"
 const OPAQUE: &[u8] = b"opaque";
 
 /// Makes one image of layers' images, which must have these digests, from the highest to the lowest. The same layers give the same
-/// image, bit for bit. Returns its digest.
+/// image, bit for bit. With `inode_share`, files have the identities by which mounts share their page cache. Returns the digest.
 ///
 /// # Errors
 ///
 /// The layers have what only overlayfs can show (renamed directories, files without their data), are damaged or too large; or the image
 /// cannot be written.
-pub fn merge(layers: &[(PathBuf, Digest)], image: &Path) -> Result<Digest, BuildLayersError> {
+pub fn merge(layers: &[(PathBuf, Digest)], image: &Path, inode_share: bool) -> Result<Digest, BuildLayersError> {
     let mut bytes = 0;
     for (path, _) in layers {
         bytes += fs::metadata(path).doing("look at", path)?.len();
@@ -48,17 +48,17 @@ pub fn merge(layers: &[(PathBuf, Digest)], image: &Path) -> Result<Digest, Build
     }
     let images: Vec<Image> =
         layers.iter().map(|(path, digest)| Image::open(path, Some(*digest))).collect::<Result<_, _>>()?;
-    let bytes = merged(&images)?;
+    let bytes = merged(&images, inode_share)?;
     let digest = Algorithm::Blake3.of(&bytes);
     run::save(image, &bytes, false)?;
     Ok(digest)
 }
 
 /// Returns the image.
-fn merged(layers: &[Image]) -> Result<Vec<u8>, BuildLayersError> {
+fn merged(layers: &[Image], inode_share: bool) -> Result<Vec<u8>, BuildLayersError> {
     let mut merge = Merge { layers, tree: Tree::default(), packs: Vec::new(), links: HashMap::new() };
     merge.run()?;
-    let mut bytes = flat::write_layers(&merge.tree, &merge.packs, &[0; DIGEST_BYTES])?;
+    let mut bytes = flat::write_layers(&merge.tree, &merge.packs, &[0; DIGEST_BYTES], inode_share)?;
     // Overlayfs notes of which file system the original of a changed file is: images that replace each other below one upper directory
     // must not be taken for the same.
     let uuid = Algorithm::Blake3.of(&bytes);

@@ -72,7 +72,8 @@ fn image(layer: usize, names: &Names) -> Image {
     let mut tree = Tree::default();
     tree.nodes.push(node(layer, 0o040_755, 2, Content::Directory(Vec::new())));
     fill(&mut tree, layer, (0, names), &mut HashMap::new());
-    Image::from_bytes(flat::write_layers(&tree, &packs(layer), &[0; 32]).unwrap()).unwrap()
+    // With identities and without.
+    Image::from_bytes(flat::write_layers(&tree, &packs(layer), &[0; 32], layer.is_multiple_of(2)).unwrap()).unwrap()
 }
 
 fn fill(tree: &mut Tree, layer: usize, (directory, names): (NodeId, &Names), links: &mut HashMap<u8, NodeId>) {
@@ -202,9 +203,9 @@ fn images(layers: &[Names]) -> Vec<Image> {
 
 proptest! {
     #[test]
-    fn the_merged_image_equals_its_layers(layers in prop::collection::vec(names(), 1..5)) {
-        let bytes = merged(&images(&layers)).unwrap();
-        prop_assert_eq!(&bytes, &merged(&images(&layers)).unwrap(), "it is the same each time");
+    fn the_merged_image_equals_its_layers(layers in prop::collection::vec(names(), 1..5), share in any::<bool>()) {
+        let bytes = merged(&images(&layers), share).unwrap();
+        prop_assert_eq!(&bytes, &merged(&images(&layers), share).unwrap(), "it is the same each time");
         let image = Image::from_bytes(bytes).unwrap();
         prop_assert_eq!(check(&image).findings, Vec::<String>::new());
         let mut seen = BTreeMap::new();
@@ -230,7 +231,7 @@ fn attributes_of_overlayfs_are_refused_with_their_name() {
         tree.nodes.push(node(0, 0o040_755, 2, Content::Directory(vec![(Name::new(b"a").unwrap().to_buf(), 1)])));
         tree.nodes.push(node(0, 0o040_755, 2, Content::Directory(Vec::new())));
         tree.nodes[1].xattrs.push((name.as_bytes().to_vec(), value.to_vec()));
-        Image::from_bytes(flat::write_layers(&tree, &[], &[0; 32]).unwrap()).unwrap()
+        Image::from_bytes(flat::write_layers(&tree, &[], &[0; 32], false).unwrap()).unwrap()
     };
     for (name, value) in [
         ("trusted.overlay.redirect", b"/b".as_slice()),
@@ -241,17 +242,17 @@ fn attributes_of_overlayfs_are_refused_with_their_name() {
         ("trusted.overlay.later", b"y"),
     ] {
         for layers in [[layer(name, value), image(1, &Names::new())], [image(1, &Names::new()), layer(name, value)]] {
-            let error = merged(&layers).expect_err(name).to_string();
+            let error = merged(&layers, false).expect_err(name).to_string();
             assert!(error.contains(name), "{error}");
         }
     }
     // Another attribute, and overlayfs's of a file system that is mounted without privileges.
     for name in ["trusted.other", "user.overlay.opaque"] {
-        let image = Image::from_bytes(merged(&[layer(name, b"y")]).unwrap()).unwrap();
+        let image = Image::from_bytes(merged(&[layer(name, b"y")], false).unwrap()).unwrap();
         let (found, _) = shown(&image);
         assert!(found["/a"].contains(name), "{found:?}");
     }
-    assert!(merged(&[]).is_err());
+    assert!(merged(&[], false).is_err());
 }
 
 #[test]
@@ -260,7 +261,7 @@ fn images_that_are_too_large_together_are_not_read() {
     let large = directory.path().join("large");
     fs::File::create(&large).unwrap().set_len(BYTES_MAX / 2 + 1).unwrap();
     let layer = (large, Algorithm::Blake3.of(b""));
-    let error = merge(&[layer.clone(), layer], &directory.path().join("image")).unwrap_err().to_string();
+    let error = merge(&[layer.clone(), layer], &directory.path().join("image"), false).unwrap_err().to_string();
     assert!(error.contains("256 MiB together, more than 256"), "{error}");
 }
 
@@ -273,7 +274,7 @@ fn a_damaged_image_is_refused() {
         for bit in 0..8 {
             bytes[at] = good ^ 1 << bit;
             if let Ok(image) = Image::from_bytes(bytes.clone()) {
-                let _ = merged(&[image]);
+                let _ = merged(&[image], true);
             }
         }
         bytes[at] = good;
@@ -294,7 +295,7 @@ proptest! {
             bytes[at] = byte;
         }
         if let Ok(damaged) = Image::from_bytes(bytes)
-            && let Ok(bytes) = merged(&[damaged, image(1, &names)])
+            && let Ok(bytes) = merged(&[damaged, image(1, &names)], true)
         {
             Image::from_bytes(bytes).expect("what is made can be read");
         }

@@ -67,6 +67,8 @@ pub struct LayerRules<'a> {
     pub lower: &'a LowerDirectories<'a>,
     /// The maximum size of all files in bytes: a small archive can describe large ones with holes.
     pub file_bytes_max: u64,
+    /// Whether files get the identities by which mounts share their page cache.
+    pub inode_share: bool,
 }
 
 /// Reads an archive; `writer` stores the files' bytes.

@@ -6,8 +6,8 @@
 //!
 //! ```text
 //! block 0    zeros, at byte 960 the digest of a container's manifest or zeros (32 bytes), at 992 the digest of the tree
-//!            or zeros (32 bytes), superblock, device table (the packs), root directory,
-//!            its files' inodes, ...
+//!            or zeros (32 bytes), superblock, device table (the packs), the name of the attribute with identities, if
+//!            files have them, root directory, its files' inodes, ...
 //! ...        directories and inodes
 //! aligned    attributes that several inodes share
 //! ```
@@ -26,11 +26,14 @@ use zerocopy::little_endian::{U16, U32, U64};
 use crate::format::chunk::{self, CHUNK_BLOCKS, CHUNK_FORMAT};
 use crate::format::digest::{DIGEST_BYTES, Digest};
 use crate::format::erofs::{
-    BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_KIND, FLAT_VOLUME, INCOMPAT_CHUNKS,
-    INCOMPAT_DEVICE_TABLE, Layout, MANIFEST_OFFSET, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super,
-    TREE_OFFSET, denied_by, put, xattr_count,
+    BLOCK_BITS, BLOCK_BYTES, COMPAT_ISHARE_XATTRS, COMPAT_MTIME, COMPAT_PLAIN_XATTR_PREFIXES, Compact, DeviceSlot,
+    Extended, FLAT_NO_KIND, FLAT_VOLUME, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, INCOMPAT_XATTR_PREFIXES, Layout,
+    MANIFEST_OFFSET, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIX_UNIT,
+    denied_by, put, xattr_count,
 };
 use crate::format::error::{Error, Result};
+use crate::format::identity;
+use crate::format::image::Nid;
 use crate::format::index::Places;
 use crate::format::tree::{Content, Node, NodeId, Tree};
 use crate::format::tree_digest;
@@ -54,13 +57,20 @@ pub struct Pack {
     pub ahead: bool,
 }
 
-/// Returns the metadata of a tree, which contain the tree's digest, and that digest.
+/// Returns the metadata of a tree, which contain the tree's digest, and that digest. With `identities`, files have those of their
+/// contents.
 ///
 /// # Errors
 ///
 /// The tree exceeds what EROFS can number.
-pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> Result<(Vec<u8>, Digest)> {
-    let mut bytes = lay_out(tree, packs, pieces, places)?;
+pub fn write(
+    tree: &Tree,
+    packs: &[Pack],
+    pieces: &[Digest],
+    places: &Places,
+    identities: bool,
+) -> Result<(Vec<u8>, Digest)> {
+    let mut bytes = lay_out(tree, packs, pieces, places, identities)?;
     let digest = tree_digest::of_tree(tree, pieces);
     put(&mut bytes, TREE_OFFSET, digest.bytes());
     Ok((bytes, digest))
@@ -72,17 +82,22 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
 /// # Errors
 ///
 /// As [`write`].
-pub fn write_layers(tree: &Tree, packs: &[Pack], manifest: &[u8; DIGEST_BYTES]) -> Result<Vec<u8>> {
-    let mut bytes = lay_out(tree, packs, &[], &Places::new())?;
+pub fn write_layers(tree: &Tree, packs: &[Pack], manifest: &[u8; DIGEST_BYTES], identities: bool) -> Result<Vec<u8>> {
+    let mut bytes = lay_out(tree, packs, &[], &Places::new(), identities)?;
     put(&mut bytes, MANIFEST_OFFSET, manifest);
     Ok(bytes)
 }
 
-fn lay_out(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> Result<Vec<u8>> {
+fn lay_out(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places, identities: bool) -> Result<Vec<u8>> {
+    if identities && tree.nodes.iter().any(|node| node.xattrs.iter().any(|(name, _)| name == identity::NAME)) {
+        return Err(Error::OwnIdentities);
+    }
     let packed = ChunkPlacement::of(tree, pieces, places);
     let times = Times::of(tree);
-    let xattrs = Xattrs::of(tree);
-    let root = TABLE_OFFSET + packs.len() * size_of::<DeviceSlot>();
+    let xattrs = Xattrs::of(tree, identities);
+    let prefixes = TABLE_OFFSET + packs.len() * size_of::<DeviceSlot>();
+    let prefix_bytes = if identities { identity::PREFIX_TABLE.len().next_multiple_of(SLOT_BYTES) } else { 0 };
+    let root = prefixes + prefix_bytes;
     let Placed { inodes, order, end } = place::all(tree, root, &times, &xattrs, &packed.scattered);
 
     let xattr_block = end.div_ceil(BLOCK_BYTES);
@@ -110,7 +125,7 @@ fn lay_out(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> R
     let mut volume = [0; 16];
     volume[..FLAT_VOLUME.len()].copy_from_slice(FLAT_VOLUME);
     volume[15] = absent(tree);
-    let header = Super {
+    let mut header = Super {
         volume,
         magic: U32::new(SUPER_MAGIC),
         feature_compat: U32::new(COMPAT_MTIME),
@@ -127,7 +142,20 @@ fn lay_out(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> R
         device_table: U16::new(TABLE_SLOT),
         ..Super::default()
     };
+    if identities {
+        put(&mut bytes, prefixes, identity::PREFIX_TABLE);
+        header.feature_compat |= COMPAT_PLAIN_XATTR_PREFIXES | COMPAT_ISHARE_XATTRS;
+        header.feature_incompat |= INCOMPAT_XATTR_PREFIXES;
+        header.xattr_prefix_count = 1;
+        header.xattr_prefix_start = number((prefixes / XATTR_PREFIX_UNIT) as u64)?;
+    }
     put(&mut bytes, SUPER_OFFSET, header.as_bytes());
+    if identities {
+        let in_packs = tree.nodes.iter().zip(&inodes).filter(|(node, _)| node.content.is_in_packs());
+        let numbers = in_packs.map(|(_, place)| Nid((place.offset / SLOT_BYTES) as u64));
+        bytes =
+            identity::fill(bytes, numbers).map_err(|reason| Error::Invalid { path: "the new image".into(), reason })?;
+    }
     Ok(bytes)
 }
 
@@ -320,7 +348,7 @@ mod tests {
         let image = |count: usize| {
             let pack =
                 |number: usize| Pack { name: Algorithm::Blake3.of(&number.to_le_bytes()), blocks: 1, ahead: false };
-            write(&tree, &(0..count).map(pack).collect::<Vec<_>>(), &[], &Places::default())
+            write(&tree, &(0..count).map(pack).collect::<Vec<_>>(), &[], &Places::default(), false)
         };
         let most = (usize::from(u16::MAX) * SLOT_BYTES - TABLE_OFFSET) / size_of::<DeviceSlot>();
         let (bytes, _) = image(most).expect("so many can be named");

@@ -6,6 +6,7 @@ use zerocopy::IntoBytes;
 use zerocopy::little_endian::U32;
 
 use crate::format::erofs::{XattrHeader, append_xattr};
+use crate::format::identity;
 use crate::format::tree::{NodeId, Tree};
 
 /// The maximum number of shared attributes of an inode.
@@ -19,7 +20,8 @@ pub(super) struct Xattrs {
 }
 
 impl Xattrs {
-    pub(super) fn of(tree: &Tree) -> Self {
+    /// With `identities`, files in packs have room for theirs.
+    pub(super) fn of(tree: &Tree, identities: bool) -> Self {
         let mut counts: HashMap<(&[u8], &[u8]), usize> = HashMap::new();
         for node in &tree.nodes {
             node.xattrs.iter().for_each(|(name, value)| *counts.entry((name, value)).or_default() += 1);
@@ -27,8 +29,15 @@ impl Xattrs {
         let mut shared = Vec::new();
         let mut numbers: HashMap<(&[u8], &[u8]), U32> = HashMap::new();
         let mut of_inodes = HashMap::new();
-        for (id, node) in tree.nodes.iter().enumerate().filter(|(_, node)| !node.xattrs.is_empty()) {
+        for (id, node) in tree.nodes.iter().enumerate() {
+            let has_identity = identities && node.content.is_in_packs();
+            if node.xattrs.is_empty() && !has_identity {
+                continue;
+            }
             let (mut ids, mut own) = (Vec::new(), Vec::new());
+            if has_identity {
+                identity::append_empty(&mut own);
+            }
             for (name, value) in &node.xattrs {
                 let key = (name.as_slice(), value.as_slice());
                 if counts[&key] > 1 && ids.len() < SHARED_MAX {

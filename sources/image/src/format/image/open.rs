@@ -9,14 +9,15 @@ use ferry_vfs::FileType;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use super::{HEAD_BYTES, IMAGE_BYTES_MAX, Image, ImageResult, PackRef, read_at};
+use super::{HEAD_BYTES, IMAGE_BYTES_MAX, Image, ImageResult, PackRef, prefix_table, read_at};
 use crate::format::composefs::{self, Header};
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::{
-    BLOCK_BITS, BLOCK_BYTES, DeviceSlot, FLAT_VOLUME, FLAT_VOLUME_1, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE,
-    SLOT_AHEAD, SUPER_MAGIC, SUPER_OFFSET, Super,
+    BLOCK_BITS, BLOCK_BYTES, COMPAT_ISHARE_XATTRS, COMPAT_PLAIN_XATTR_PREFIXES, DeviceSlot, FLAT_VOLUME, FLAT_VOLUME_1,
+    INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, INCOMPAT_XATTR_PREFIXES, SLOT_AHEAD, SUPER_MAGIC, SUPER_OFFSET, Super,
 };
 use crate::format::error::{Error, Flaw, IoContext, Result};
+use crate::format::identity::PREFIX_TABLE;
 use crate::format::image::ExpectedTree;
 use crate::format::index::pack_name;
 
@@ -91,6 +92,10 @@ impl Image {
         if header.feature_incompat.get() & INCOMPAT_DEVICE_TABLE != 0 {
             image.read_devices()?;
         }
+        let prefixes = prefix_table(&header);
+        if image.has_identities() && !image.bytes.get(prefixes..).is_some_and(|at| at.starts_with(PREFIX_TABLE)) {
+            return Err(Flaw { what: "an unknown prefix of attributes", offset: prefixes as u64 });
+        }
         if image.inode(image.root())?.kind() != FileType::Directory {
             return Err(Flaw { what: "a root that is not a directory", offset: SUPER_OFFSET as u64 + 14 });
         }
@@ -132,7 +137,16 @@ fn superblock(bytes: &[u8]) -> ImageResult<Super> {
     if header.block_bits != BLOCK_BITS || header.dir_block_bits != 0 {
         return Err(flaw("blocks that are not 4 KiB", 12));
     }
-    if header.feature_incompat.get() & !(INCOMPAT_DEVICE_TABLE | INCOMPAT_CHUNKS) != 0 {
+    let prefixes = match header.feature_compat.get() & COMPAT_ISHARE_XATTRS {
+        0 => 0,
+        _ if header.feature_compat.get() & COMPAT_PLAIN_XATTR_PREFIXES == 0
+            || (header.xattr_prefix_count, header.ishare_xattr_prefix) != (1, 0) =>
+        {
+            return Err(flaw("identities of files that are not Ferry's", 8));
+        }
+        _ => INCOMPAT_XATTR_PREFIXES,
+    };
+    if header.feature_incompat.get() & !(INCOMPAT_DEVICE_TABLE | INCOMPAT_CHUNKS | prefixes) != 0 {
         return Err(flaw("features that Ferry does not know (compression, long prefixes)", 80));
     }
     if header.volume.starts_with(FLAT_VOLUME_1) {
