@@ -22,6 +22,7 @@ mod diff_containerd;
 mod full_disk;
 mod image_service;
 mod images;
+mod inode_share;
 mod kata;
 mod lazy;
 mod lazy_containerd;
