@@ -267,7 +267,7 @@ pub struct Guest {
     pub stdout: Output,
     /// Standard error.
     pub stderr: Output,
-    /// The maximum time until the command starts; one minute by default.
+    /// The maximum time until the command starts; by default four minutes, which a guest without KVM may take on a busy machine.
     pub boot_timeout: Duration,
     /// Further words for the kernel's command line.
     pub kernel_args: Vec<String>,
@@ -293,7 +293,7 @@ impl Guest {
             stdin: Input::default(),
             stdout: Output::default(),
             stderr: Output::default(),
-            boot_timeout: Duration::from_secs(60),
+            boot_timeout: Duration::from_secs(240),
             kernel_args: Vec::new(),
             qemu_args: Vec::new(),
         }

@@ -8,7 +8,6 @@ use crate::{Cache, Kind, Options, Place, Share, collect, directory, guest_on};
 
 /// A guest without KVM on a machine that has other things to do.
 const TIMEOUT: Duration = Duration::from_secs(600);
-const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// Runs a script of bash with these arguments, which must succeed; returns its output.
 #[track_caller]
@@ -21,7 +20,6 @@ pub fn run_on_host_root<const N: usize>(script: &str, args: [&Path; N]) -> Strin
     guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
     guest.mounts.clear();
     guest.cwd = "/".into();
-    guest.boot_timeout = BOOT_TIMEOUT;
     guest.memory_mib = 1024;
     let begin = Instant::now();
     let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));

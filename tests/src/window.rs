@@ -6,16 +6,12 @@ use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
 
 use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use crate::{Cache, MOUNTPOINT, Options, Place, Share, directory, guest_on};
-
-/// An emulated guest takes its time, on a machine that has other things to do.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// The host's root, for the programs in it.
 pub fn programs() -> Share {
@@ -38,7 +34,6 @@ pub fn guest<S: Into<OsString>>(
     guest.mounts = vec![Mount::virtiofs("d", MOUNTPOINT)];
     guest.mounts[0].options = options.into();
     guest.cwd = MOUNTPOINT.into();
-    guest.boot_timeout = BOOT_TIMEOUT;
     guest
 }
 

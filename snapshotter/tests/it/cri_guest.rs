@@ -13,7 +13,6 @@ use crate::lazy_place::ferry;
 
 /// A guest without KVM on a machine that has other things to do.
 const TIMEOUT: Duration = Duration::from_secs(3000);
-const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 const DISK_BYTES: u64 = 4 << 30;
 
 const SCRIPT: &str = r#"
@@ -45,7 +44,6 @@ fn pods_run_in_a_guest() {
     guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
     guest.mounts.clear();
     guest.cwd = "/".into();
-    guest.boot_timeout = BOOT_TIMEOUT;
     guest.memory_mib = 2048;
     let cache = guest.cache.path().into();
     guest.env = vec![(CRICTL.into(), crictl.into()), ("FERRY_CACHE".into(), cache)];

@@ -28,7 +28,6 @@ const BOTH: u64 = SETUPMAPPING_READ | SETUPMAPPING_WRITE;
 const HELD_UP: Duration = Duration::from_secs(10);
 const MAP: u32 = 9;
 const UNMAP: u32 = 10;
-const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Bytes that are nowhere zero, and on each page others.
@@ -435,7 +434,6 @@ fn a_qemu_guest_outlives_the_truncation_of_a_file_that_it_has_mapped() {
     guest.mounts = vec![Mount::virtiofs("d", "/mnt/share")];
     guest.mounts[0].options = "dax=always".into();
     guest.cwd = "/mnt/share".into();
-    guest.boot_timeout = BOOT_TIMEOUT;
     let (socket, beside) = share.beside(Cache::None, 1);
     let directory = share.path.clone();
     let cuts = std::thread::spawn(move || {

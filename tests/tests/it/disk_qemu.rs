@@ -11,7 +11,6 @@ use ferry_tests::{Cache, Guest, GuestResult, Kind, Options, Place, Share, collec
 const MIB: u64 = 1 << 20;
 /// A guest without KVM on a machine that has other things to do.
 const TIMEOUT: Duration = Duration::from_secs(900);
-const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// The host's root, for the programs in it.
 fn programs() -> Share {
@@ -26,7 +25,6 @@ fn guest(programs: &Share, socket: &Path, device: &str, script: &str) -> Guest {
     guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
     guest.mounts.clear();
     guest.cwd = "/".into();
-    guest.boot_timeout = BOOT_TIMEOUT;
     let chardev = format!("socket,id=disk,path={},reconnect-ms=50", socket.display());
     let device = format!("vhost-user-blk-pci,chardev=disk,{device}");
     guest.qemu_args = ["-chardev".to_owned(), chardev, "-device".to_owned(), device].map(OsString::from).into();

@@ -532,7 +532,6 @@ fn a_guest_of_qemu_sees_the_whole_tree_in_its_windows() {
         guest.mounts.push(Mount { options, ..Mount::virtiofs(*tag, format!("/mnt/{tag}")) });
     }
     guest.cwd = "/".into();
-    guest.boot_timeout = Duration::from_secs(240);
     guest.memory_mib = 1024;
     let out = run(guest, Duration::from_secs(500)).ok();
     let expected = made.iter().map(|(name, made)| format!("{name} {}\n", made.digest)).collect::<String>();

@@ -25,7 +25,6 @@ const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 const TIMEOUT: Duration = Duration::from_secs(600);
 /// The same, with a suite of hundreds of cases.
 const SUITE_TIMEOUT: Duration = Duration::from_secs(1800);
-const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// A fresh directory as a 9P device, and the host's root for the programs in it.
 struct NineP {
@@ -67,7 +66,6 @@ impl NineP {
             mountpoint: MOUNTPOINT.into(),
             options: format!("trans=virtio,version=9p2000.L,{options}"),
         }];
-        guest.boot_timeout = BOOT_TIMEOUT;
         guest
     }
 

@@ -16,7 +16,6 @@ use ferry_tests::{Cache, Guest, Kind, Options, Place, Share, collect, directory,
 
 /// A guest without KVM on a machine that has other things to do.
 const TIMEOUT: Duration = Duration::from_secs(600);
-const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 const GUEST_MIB: u32 = 512;
 const NVDIMM_MIB: u32 = 128;
 /// What both guests' scripts begin with. `$region` of /sys/bus/nd becomes a namespace as `ndctl create-namespace` makes
@@ -127,7 +126,6 @@ fn guest(programs: &Share, cells: &[PathBuf; 2], script: &str) -> Guest {
     guest.memory_mib = GUEST_MIB;
     guest.mounts.clear();
     guest.cwd = "/".into();
-    guest.boot_timeout = BOOT_TIMEOUT;
     let mut args = format!("-machine nvdimm=on -m slots=2,maxmem={}M", GUEST_MIB * 4);
     for (number, cells) in cells.iter().enumerate() {
         args += &format!(

@@ -15,7 +15,6 @@ use crate::toc_layers::{FORMATS, Format, Layer, Writer, lay_out, sha256};
 
 /// A guest without KVM on a machine that has other things to do.
 const TIMEOUT: Duration = Duration::from_secs(3000);
-const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 /// For what ends or begins soon, in such a guest too.
 const PATIENCE: Duration = Duration::from_secs(600);
 const DISK_BYTES: u64 = 4 << 30;
@@ -373,7 +372,6 @@ fn podman_runs_containers_in_a_guest() {
     guest.kind = Kind::Qemu { cpus: 2, root: Some("t".into()) };
     guest.mounts.clear();
     guest.cwd = "/".into();
-    guest.boot_timeout = BOOT_TIMEOUT;
     guest.memory_mib = 2048;
     let cache = guest.cache.path().into();
     // What it needs is fetched and built here.

@@ -37,7 +37,6 @@ fn two_queues_and_two_cpus() {
     }
     guest.mounts = vec![Mount::virtiofs("t", "/mnt/share")];
     guest.cwd = "/".into();
-    guest.boot_timeout = Duration::from_secs(120);
     let ran = run(guest, Duration::from_secs(300));
     println!("QEMU, 2 queues, 2 CPUs: {:?}", ran.took);
     ran.ok();

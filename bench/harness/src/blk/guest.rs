@@ -19,8 +19,6 @@ use crate::rows::Config;
 use crate::server::{self, Peer, Server, Sharing};
 
 const GUEST_MIB: u32 = 1024;
-/// TCG takes its time.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 /// Entries of each queue in QEMU: what its own disk has by default.
 const QUEUE_SIZE: usize = 256;
@@ -82,7 +80,6 @@ impl BlkGuest {
         match &root {
             Some(root) => {
                 guest.kind = Kind::Qemu { cpus: 2, root: Some(server::TAG.into()) };
-                guest.boot_timeout = BOOT_TIMEOUT;
                 guest.devices.push(Device::fs(root.socket(), server::TAG));
                 guest.qemu_args = qemu_args;
             }

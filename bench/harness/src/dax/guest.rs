@@ -15,8 +15,6 @@ use crate::fio;
 use crate::rows::{Config, Job};
 use crate::server::{Peer, Programs, Server, Sharing};
 
-/// Without KVM a boot takes its time.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(180);
 /// How long a command may take beside fio's own time.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 /// Twice what the files of a multi job take, and what the guest's kernel wants for the pages of a window.
@@ -60,7 +58,6 @@ impl DaxGuest {
         let mut guest = Guest::new(cache.clone(), [""; 0]);
         guest.kind = Kind::Qemu { cpus: GUEST_CPUS, root: Some(ROOT_TAG.into()) };
         guest.memory_mib = GUEST_MIB;
-        guest.boot_timeout = BOOT_TIMEOUT;
         guest.devices = vec![Device::fs(root.socket(), ROOT_TAG)];
         let (mut servers, mut unable) = (Vec::new(), BTreeMap::new());
         for system in by_interrupts(systems) {

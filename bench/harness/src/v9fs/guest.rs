@@ -20,8 +20,6 @@ use crate::cli::shell_word;
 use crate::server::{self, Server as Process};
 
 const GUEST_MIB: u32 = 1024;
-/// TCG takes its time.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long a command may take: fio for all systems of a row.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 /// Where systems are mounted in the guest.
@@ -236,7 +234,6 @@ fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpu
 fn virtio(guest: &mut Guest, programs: &Programs, files: &Files, cpus: &Cpus) -> Result<Equipped> {
     let root = root_server(programs, &files.directory, &cpus.all)?;
     guest.kind = Kind::Qemu { cpus: 2, root: Some(server::TAG.into()) };
-    guest.boot_timeout = BOOT_TIMEOUT;
     guest.devices = vec![Device::fs(root.socket(), server::TAG)];
     let mut words: Vec<String> = Vec::new();
     let share = comma_doubled(&files.share);

@@ -24,8 +24,6 @@ const FILES: usize = 4;
 const GUEST_MIB: u32 = 2048;
 /// Room for the files and XFS, whose least size is 300 MiB.
 const NVDIMM_MIB: u32 = 512;
-/// TCG takes its time.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 /// How often it is looked whether a file system of ours is mounted in the guest, each fifth of a second or slower.
 const MOUNT_LOOKS: u32 = 75;
@@ -60,7 +58,6 @@ impl NvdimmGuest {
         let mut guest = Guest::new(cache.clone(), [""; 0]);
         guest.kind = Kind::Qemu { cpus: 2, root: Some(server::TAG.into()) };
         guest.memory_mib = GUEST_MIB;
-        guest.boot_timeout = BOOT_TIMEOUT;
         guest.devices = vec![Device::fs(root.socket(), server::TAG)];
         guest.qemu_args = nvdimms(2).split_whitespace().map(Into::into).collect();
         let agent = Agent::start(guest, &directory.join("guest.log"))?;

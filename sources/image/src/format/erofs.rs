@@ -39,6 +39,13 @@ pub const COMPAT_ISHARE_XATTRS: u32 = 0x20;
 pub const LONG_XATTR_PREFIX: u8 = 0x80;
 /// The unit of [`Super::xattr_prefix_start`] in bytes.
 pub const XATTR_PREFIX_UNIT: usize = 4;
+/// The name of the attribute with the identity of a file's contents, in Ferry's images that have these.
+pub const IDENTITY_XATTR: &[u8] = b"trusted.overlay.ferry.content";
+/// The table of long prefixes in such an image, with its only one: length, number of the prefix `trusted.`, and the rest of
+/// [`IDENTITY_XATTR`].
+pub const XATTR_PREFIX_TABLE: &[u8] = b"\x16\0\x04overlay.ferry.content";
+const _: () = assert!(XATTR_PREFIX_TABLE.len() == 2 + 1 + IDENTITY_XATTR.len() - b"trusted.".len());
+const _: () = assert!(XATTR_PREFIX_TABLE[0] as usize == XATTR_PREFIX_TABLE.len() - 2);
 /// The maximum `name_len` in [`XattrEntry`] (`XATTR_NAME_MAX`).
 pub const XATTR_NAME_MAX: usize = 255;
 /// The prefix of the volume name in images of the layout `flat`; the last byte has flags.

@@ -16,23 +16,17 @@ use zerocopy::little_endian::U16;
 
 use crate::format::data::Data;
 use crate::format::digest::DIGEST_BYTES;
-use crate::format::erofs::{LONG_XATTR_PREFIX, XattrEntry, put};
+use crate::format::erofs::{IDENTITY_XATTR, LONG_XATTR_PREFIX, XattrEntry, put};
 use crate::format::error::{Flaw, ImageResult};
 use crate::format::image::{Image, Inode, Nid};
 use crate::format::walk::each_file;
 
-/// The name of the attribute.
-pub(crate) const NAME: &[u8] = b"trusted.overlay.ferry.content";
-/// The table of long prefixes with its only one: length, number of the prefix `trusted.`, and the rest of [`NAME`].
-pub(crate) const PREFIX_TABLE: &[u8] = b"\x16\0\x04overlay.ferry.content";
 /// The size of an identity in bytes.
 const BYTES: u16 = 32;
 /// Separates these digests from others.
 const CONTEXT: &str = "ferry 2026-11 location of a file's contents 1";
 
-const _: () = assert!(PREFIX_TABLE.len() == 2 + 1 + NAME.len() - b"trusted.".len());
 const _: () = assert!(BYTES as usize == DIGEST_BYTES);
-const _: () = assert!(PREFIX_TABLE[0] as usize == PREFIX_TABLE.len() - 2);
 
 /// Appends the attribute with room for the identity.
 pub(crate) fn append_empty(bytes: &mut Vec<u8>) {
@@ -41,13 +35,13 @@ pub(crate) fn append_empty(bytes: &mut Vec<u8>) {
     bytes.extend_from_slice(&[0; BYTES as usize]);
 }
 
-/// Fills in the identities of these inodes, which have room for them, in the bytes of an image.
-pub(crate) fn fill(bytes: Vec<u8>, inodes: impl Iterator<Item = Nid>) -> ImageResult<Vec<u8>> {
+/// Fills in the identities of the inodes with these numbers, which have room for them, in the bytes of an image.
+pub(crate) fn fill(bytes: Vec<u8>, numbers: impl Iterator<Item = u64>) -> ImageResult<Vec<u8>> {
     let image = Image::from_bytes(bytes)?;
     let mut found = Vec::new();
-    for nid in inodes {
-        let inode = image.inode(nid)?;
-        let attribute = image.all_xattrs(&inode)?.into_iter().find(|xattr| xattr.name == NAME);
+    for number in numbers {
+        let inode = image.inode(Nid(number))?;
+        let attribute = image.all_xattrs(&inode)?.into_iter().find(|xattr| xattr.name == IDENTITY_XATTR);
         if let (Some(attribute), Some(identity)) = (attribute, of(&image, &inode)?) {
             found.push((attribute.value_offset, identity));
         }
@@ -90,7 +84,7 @@ impl Image {
     /// Whether the identity of an inode is that of its contents, if it has one.
     pub(crate) fn has_own_identity(&self, inode: &Inode) -> ImageResult<bool> {
         let xattrs = self.all_xattrs(inode)?;
-        let mut identities = xattrs.iter().filter(|xattr| xattr.name == NAME).map(|xattr| xattr.value);
+        let mut identities = xattrs.iter().filter(|xattr| xattr.name == IDENTITY_XATTR).map(|xattr| xattr.value);
         Ok(match (identities.next(), identities.next()) {
             (None, _) => true,
             (Some(identity), None) if inode.kind() == FileType::RegularFile => {

@@ -12,12 +12,11 @@ use crate::format::composefs::view::{METACOPY, REDIRECT, digest_of, visible_name
 use crate::format::data::{ChunkIndex, Data, ENTRY_BYTES, PackRef};
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest};
 use crate::format::erofs::{
-    BLOCK_BYTES, COMPAT_ISHARE_XATTRS, Compact, DeviceSlot, Extended, LONG_XATTR_PREFIX, Layout, MANIFEST_OFFSET,
-    SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIX_UNIT, XATTR_PREFIXES, XattrEntry, XattrHeader,
-    split_xattr,
+    BLOCK_BYTES, COMPAT_ISHARE_XATTRS, Compact, DeviceSlot, Extended, IDENTITY_XATTR, LONG_XATTR_PREFIX, Layout,
+    MANIFEST_OFFSET, SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIX_TABLE, XATTR_PREFIX_UNIT,
+    XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
 };
 use crate::format::error::{Flaw, ImageResult};
-use crate::format::identity;
 
 mod directory;
 mod kinds;
@@ -140,7 +139,7 @@ impl Image {
     pub(crate) fn head(&self) -> [Range<usize>; 3] {
         let table = usize::from(self.header.device_table.get()) * size_of::<DeviceSlot>();
         let prefixes = prefix_table(&self.header);
-        let prefixes_end = if self.has_identities() { prefixes + identity::PREFIX_TABLE.len() } else { prefixes };
+        let prefixes_end = if self.has_identities() { prefixes + XATTR_PREFIX_TABLE.len() } else { prefixes };
         [0..HEAD_BYTES, table..table + self.packs.len() * size_of::<DeviceSlot>(), prefixes..prefixes_end]
     }
 
@@ -386,7 +385,7 @@ impl Image {
     pub(crate) fn raw_xattrs(&self, inode: &Inode) -> ImageResult<Vec<Xattr<'_>>> {
         let mut all = self.all_xattrs(inode)?;
         if self.has_identities() {
-            all.retain(|xattr| xattr.name != identity::NAME);
+            all.retain(|xattr| xattr.name != IDENTITY_XATTR);
         }
         Ok(all.into_iter().map(|XattrAt { name, value, .. }| (name, value)).collect())
     }
@@ -430,7 +429,7 @@ impl Image {
         let prefix: &[u8] = match XATTR_PREFIXES.iter().find(|(number, _)| *number == entry.prefix) {
             Some((_, prefix)) => prefix,
             None if entry.prefix == 0 => b"",
-            None if entry.prefix == LONG_XATTR_PREFIX && self.has_identities() => identity::NAME,
+            None if entry.prefix == LONG_XATTR_PREFIX && self.has_identities() => IDENTITY_XATTR,
             None => return Err(flaw("an attribute of an unknown kind")),
         };
         let name = at + size_of::<XattrEntry>();
@@ -441,7 +440,7 @@ impl Image {
         let value = bytes.get(value_offset..after).ok_or_else(cut)?;
         let is_long = entry.prefix == LONG_XATTR_PREFIX;
         let name = [prefix, suffix].concat();
-        if if is_long { name != identity::NAME } else { split_xattr(&name).0 != entry.prefix } {
+        if if is_long { name != IDENTITY_XATTR } else { split_xattr(&name).0 != entry.prefix } {
             return Err(flaw("an attribute of another kind than it says"));
         }
         if name.contains(&0) || name.len() > crate::format::erofs::XATTR_NAME_MAX {

@@ -27,13 +27,12 @@ use crate::format::chunk::{self, CHUNK_BLOCKS, CHUNK_FORMAT};
 use crate::format::digest::{DIGEST_BYTES, Digest};
 use crate::format::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_ISHARE_XATTRS, COMPAT_MTIME, COMPAT_PLAIN_XATTR_PREFIXES, Compact, DeviceSlot,
-    Extended, FLAT_NO_KIND, FLAT_VOLUME, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, INCOMPAT_XATTR_PREFIXES, Layout,
-    MANIFEST_OFFSET, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIX_UNIT,
-    denied_by, put, xattr_count,
+    Extended, FLAT_NO_KIND, FLAT_VOLUME, IDENTITY_XATTR, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE,
+    INCOMPAT_XATTR_PREFIXES, Layout, MANIFEST_OFFSET, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super,
+    TREE_OFFSET, XATTR_PREFIX_TABLE, XATTR_PREFIX_UNIT, denied_by, put, xattr_count,
 };
 use crate::format::error::{Error, Result};
 use crate::format::identity;
-use crate::format::image::Nid;
 use crate::format::index::Places;
 use crate::format::tree::{Content, Node, NodeId, Tree};
 use crate::format::tree_digest;
@@ -89,14 +88,14 @@ pub fn write_layers(tree: &Tree, packs: &[Pack], manifest: &[u8; DIGEST_BYTES], 
 }
 
 fn lay_out(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places, identities: bool) -> Result<Vec<u8>> {
-    if identities && tree.nodes.iter().any(|node| node.xattrs.iter().any(|(name, _)| name == identity::NAME)) {
+    if identities && tree.nodes.iter().any(|node| node.xattrs.iter().any(|(name, _)| name == IDENTITY_XATTR)) {
         return Err(Error::OwnIdentities);
     }
     let packed = ChunkPlacement::of(tree, pieces, places);
     let times = Times::of(tree);
     let xattrs = Xattrs::of(tree, identities);
     let prefixes = TABLE_OFFSET + packs.len() * size_of::<DeviceSlot>();
-    let prefix_bytes = if identities { identity::PREFIX_TABLE.len().next_multiple_of(SLOT_BYTES) } else { 0 };
+    let prefix_bytes = if identities { XATTR_PREFIX_TABLE.len().next_multiple_of(SLOT_BYTES) } else { 0 };
     let root = prefixes + prefix_bytes;
     let Placed { inodes, order, end } = place::all(tree, root, &times, &xattrs, &packed.scattered);
 
@@ -143,7 +142,7 @@ fn lay_out(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places, iden
         ..Super::default()
     };
     if identities {
-        put(&mut bytes, prefixes, identity::PREFIX_TABLE);
+        put(&mut bytes, prefixes, XATTR_PREFIX_TABLE);
         header.feature_compat |= COMPAT_PLAIN_XATTR_PREFIXES | COMPAT_ISHARE_XATTRS;
         header.feature_incompat |= INCOMPAT_XATTR_PREFIXES;
         header.xattr_prefix_count = 1;
@@ -152,7 +151,7 @@ fn lay_out(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places, iden
     put(&mut bytes, SUPER_OFFSET, header.as_bytes());
     if identities {
         let in_packs = tree.nodes.iter().zip(&inodes).filter(|(node, _)| node.content.is_in_packs());
-        let numbers = in_packs.map(|(_, place)| Nid((place.offset / SLOT_BYTES) as u64));
+        let numbers = in_packs.map(|(_, place)| (place.offset / SLOT_BYTES) as u64);
         bytes =
             identity::fill(bytes, numbers).map_err(|reason| Error::Invalid { path: "the new image".into(), reason })?;
     }

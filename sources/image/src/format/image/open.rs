@@ -15,9 +15,9 @@ use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_ISHARE_XATTRS, COMPAT_PLAIN_XATTR_PREFIXES, DeviceSlot, FLAT_VOLUME, FLAT_VOLUME_1,
     INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE, INCOMPAT_XATTR_PREFIXES, SLOT_AHEAD, SUPER_MAGIC, SUPER_OFFSET, Super,
+    XATTR_PREFIX_TABLE,
 };
 use crate::format::error::{Error, Flaw, IoContext, Result};
-use crate::format::identity::PREFIX_TABLE;
 use crate::format::image::ExpectedTree;
 use crate::format::index::pack_name;
 
@@ -93,7 +93,7 @@ impl Image {
             image.read_devices()?;
         }
         let prefixes = prefix_table(&header);
-        if image.has_identities() && !image.bytes.get(prefixes..).is_some_and(|at| at.starts_with(PREFIX_TABLE)) {
+        if image.has_identities() && !image.bytes.get(prefixes..).is_some_and(|at| at.starts_with(XATTR_PREFIX_TABLE)) {
             return Err(Flaw { what: "an unknown prefix of attributes", offset: prefixes as u64 });
         }
         if image.inode(image.root())?.kind() != FileType::Directory {
