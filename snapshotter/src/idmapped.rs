@@ -1,7 +1,7 @@
 //! Idmapped copies of mounts, which show files with the user ids of a container.
 //!
-//! containerd can make such mounts, too, but from 2.1.5 on it clones the directory above all layers without the mounts below it, so that
-//! containers would see empty directories.
+//! containerd can make such mounts, too, and does for a single layer ([`crate::overlay`]). Of several layers it would, from 2.1.5 on, clone
+//! the directory above all of them without the mounts below it, so that containers would see empty directories.
 #![allow(unsafe_code, reason = "a child in a user namespace of its own, and a system call without a wrapper")]
 
 use std::fs::{self, File};

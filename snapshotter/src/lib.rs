@@ -26,7 +26,7 @@ mod error;
 mod filter;
 mod holders;
 mod idmap;
-mod idmapped;
+pub mod idmapped;
 mod image_service;
 mod keys;
 mod layers;

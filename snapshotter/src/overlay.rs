@@ -8,6 +8,7 @@ use rustix::mount::{FsOpenFlags, fsconfig_create, fsconfig_set_string, fsopen};
 use crate::api::{Kind, Mount};
 use crate::erofs::messages;
 use crate::error::{Error, Result};
+use crate::idmap::IdMaps;
 
 /// Exists if this kernel's overlayfs knows the option `index`.
 const INDEX_PARAMETER: &str = "/sys/module/overlay/parameters/index";
@@ -23,6 +24,15 @@ pub struct Layers<'a> {
     pub work: &'a Path,
     /// The layers below, nearest first.
     pub lower: &'a [PathBuf],
+    /// The maps by which containerd is to map the ids of the only layer below ([`engine_maps_ids`]).
+    pub maps: Option<&'a IdMaps>,
+}
+
+/// Whether containerd itself can map the ids of these layers: then it also can leave that out, where it fills volumes with the files of an
+/// image. From 2.1.5 on it clones the directory above all layers, without the mounts in it, which only works for a single layer. It
+/// takes one range of ids.
+pub fn engine_maps_ids(kind: Kind, lower: &[PathBuf], maps: &IdMaps) -> bool {
+    kind == Kind::Active && lower.len() == 1 && ![&maps.users, &maps.groups].iter().any(|map| map.contains(','))
 }
 
 impl Layers<'_> {
@@ -47,8 +57,13 @@ impl Layers<'_> {
                     options.push(format!("workdir={}", text(self.work)));
                     options.push(format!("upperdir={}", text(self.upper)));
                 }
-                let lower: Vec<String> = self.lower.iter().map(|path| text(path)).collect();
+                // The directory above what ends with a slash is the layer itself.
+                let end = if self.maps.is_some() { "/" } else { "" };
+                let lower: Vec<String> = self.lower.iter().map(|path| text(path) + end).collect();
                 options.push(format!("lowerdir={}", lower.join(":")));
+                if let Some(IdMaps { users, groups, .. }) = self.maps {
+                    options.extend([format!("uidmap={users}"), format!("gidmap={groups}")]);
+                }
                 // Layers can change below an existing mount, which would invalidate an index.
                 if Path::new(INDEX_PARAMETER).exists() {
                     options.push("index=off".into());
@@ -102,10 +117,31 @@ mod tests {
             (Kind::Active, 2, "overlay overlay workdir=/s/9/work upperdir=/s/9/fs lowerdir=/s/2/layer:/s/1/fs"),
         ] {
             let (upper, work) = (Path::new("/s/9/fs"), Path::new("/s/9/work"));
-            let mounts = Layers { kind, upper, work, lower: &lower[..count] }.mounts();
+            let mounts = Layers { kind, upper, work, lower: &lower[..count], maps: None }.mounts();
             let [Mount { r#type, source, target, options }] = &mounts[..] else { panic!("{mounts:?}") };
             let options = options.iter().filter(|option| *option != "index=off").cloned().collect::<Vec<_>>().join(" ");
             assert_eq!((format!("{} {source} {options}", r#type), &**target), (expected.to_owned(), ""));
         }
+    }
+
+    #[test]
+    fn containerd_maps_the_ids_of_a_single_layer() {
+        let lower: Vec<PathBuf> = ["/s/2/merged", "/s/1/layer"].map(PathBuf::from).into();
+        let maps = |users: &str| IdMaps { users: users.into(), groups: "0:200000:9".into(), root: (1, 1) };
+        let (one, two) = (maps("0:100000:9"), maps("0:100000:5,5:300000:4"));
+        for (kind, count, maps, expected) in [
+            (Kind::Active, 0, &one, false),
+            (Kind::Active, 1, &one, true),
+            (Kind::Active, 1, &two, false),
+            (Kind::Active, 2, &one, false),
+            (Kind::View, 1, &one, false),
+        ] {
+            assert_eq!(engine_maps_ids(kind, &lower[..count], maps), expected, "{kind:?} {count} {maps:?}");
+        }
+        let (upper, work) = (Path::new("/s/9/fs"), Path::new("/s/9/work"));
+        let layers = Layers { kind: Kind::Active, upper, work, lower: &lower[..1], maps: Some(&one) };
+        let options = layers.mounts().remove(0).options.join(" ");
+        let expected = "workdir=/s/9/work upperdir=/s/9/fs lowerdir=/s/2/merged/ uidmap=0:100000:9 gidmap=0:200000:9";
+        assert_eq!(options.strip_suffix(" index=off").unwrap_or(&options), expected);
     }
 }

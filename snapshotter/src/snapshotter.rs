@@ -350,10 +350,14 @@ impl Snapshotter {
             return Ok(shared);
         }
         let (upper, work) = (self.directories.upper(record.id), self.directories.work(record.id));
-        let idmapped =
-            IdMaps::of(&record.labels)?.map(|maps| self.layers.idmap(record.id, lower, &maps)).transpose()?;
+        let (kind, maps) = (record.kind(), IdMaps::of(&record.labels)?);
+        let by_engine = maps.as_ref().filter(|maps| overlay::engine_maps_ids(kind, lower, maps));
+        let idmapped = match &maps {
+            Some(maps) if by_engine.is_none() => Some(self.layers.idmap(record.id, lower, maps)?),
+            _ => None,
+        };
         let lower = idmapped.as_deref().unwrap_or(lower);
-        Ok(overlay::Layers { kind: record.kind(), upper: &upper, work: &work, lower }.mounts())
+        Ok(overlay::Layers { kind, upper: &upper, work: &work, lower, maps: by_engine }.mounts())
     }
 
     /// Commits an active snapshot.

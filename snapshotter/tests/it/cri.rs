@@ -15,7 +15,7 @@ use crate::lazy_containerd::{BUSYBOX, layers, push};
 use crate::lazy_place::{ferry, noise, until, without_tables};
 use crate::server::{Server, can_mount};
 use crate::servers::{Program, Proxy, USER, registry};
-use crate::toc_layers::{Format, Layer, Writer, lay_out, sha256};
+use crate::toc_layers::{Format, Layer, Writer, lay_out_with, sha256};
 
 /// More than anything takes, in a guest without KVM too.
 const TIMEOUT: &str = "300s";
@@ -23,6 +23,9 @@ const TIMEOUT: &str = "300s";
 pub const CRICTL: &str = "FERRY_TESTS_CRICTL";
 /// The user of the host that root is in a pod with users of its own.
 const FIRST_USER: u32 = 200_000;
+/// A directory of the image `lazy` of which each container has a copy, and what is in it.
+const VOLUME: &str = "/volume";
+const NOTE: &[u8] = b"from the image\n";
 /// A CNI plugin whose networks have nothing but an address.
 const NETWORK: &str = r#"#!/bin/sh
 [ "$CNI_COMMAND" = VERSION ] && echo '{"cniVersion": "1.0.0", "supportedVersions": ["1.0.0"]}'
@@ -68,13 +71,13 @@ impl Node {
             .collect();
         let proxy = Proxy::to(registry.address);
         for name in images {
-            let layers = match *name {
-                "usual" => without_tables(layers(&busybox, 9, 0)),
-                "many" => many(&busybox),
-                _ => layers(&busybox, 1, 0),
+            let (layers, volumes) = match *name {
+                "usual" => (without_tables(layers(&busybox, 9, 0)), &[][..]),
+                "many" => (many(&busybox), &[][..]),
+                _ => (with_volume(layers(&busybox, 1, 0)), &[VOLUME][..]),
             };
             let bundle = directory.join("bundles").join(name);
-            lay_out(&bundle, &layers);
+            lay_out_with(&bundle, &layers, volumes);
             push(&skopeo, &bundle, &format!("{}/os/{name}:1", registry.address), &words);
         }
         for plugin in ["loopback", "address"] {
@@ -199,9 +202,14 @@ impl Node {
 
     /// Starts a container, which prints its name and waits.
     fn start_container(&self, pod: &Pod, name: &str, image: &str) -> String {
+        self.start_with(pod, name, image, &json!([]))
+    }
+
+    /// The same with mounts.
+    fn start_with(&self, pod: &Pod, name: &str, image: &str, mounts: &Value) -> String {
         let script = format!("echo {name} runs; exec {BUSYBOX} sleep 1000000");
         let config = json!({"metadata": {"name": name}, "image": {"image": image}, "log_path": format!("{name}.log"),
-            "command": [BUSYBOX, "sh", "-c", script],
+            "command": [BUSYBOX, "sh", "-c", script], "mounts": mounts,
             "linux": {"security_context": {"namespace_options": pod.options}}});
         let config = self.file(name, &config);
         let id = self.cri(&["create", &pod.id, &config, &pod.config]).trim().to_owned();
@@ -239,6 +247,15 @@ struct Pod {
     config: String,
     id: String,
     options: Value,
+}
+
+/// One more layer, with the volume's directory.
+fn with_volume(mut layers: Vec<Layer>) -> Vec<Layer> {
+    let mut layer = Writer::new(Format::Estargz, &[1 << 20]);
+    layer.dir(&format!("{}/", &VOLUME[1..]));
+    layer.file(&format!("{}/note", &VOLUME[1..]), NOTE);
+    layers.push(layer.finish());
+    layers
 }
 
 /// More layers than a label has room for names.
@@ -344,6 +361,15 @@ fn pods_start_and_end() {
         let pod = node.run(name, runtime, has_users);
         let container = node.start_container(&pod, name, &image);
         node.has(&container, "/first", &noise(2, 50_000));
+        // containerd reads the image to fill the volume (containerd/containerd issue 12834).
+        node.has(&container, &format!("{VOLUME}/note"), NOTE);
+        node.exec(&container, &["sh", "-c", &format!("echo more >>{VOLUME}/note")]);
+        // Another image as a volume (containerd/containerd issue 13534).
+        let volume = json!([{"container_path": "/other", "readonly": true, "image": {"image": image}}]);
+        let container = node.start_with(&pod, &format!("{name}-with-image"), &image, &volume);
+        node.has(&container, "/other/second", &noise(3, 50_000));
+        node.has(&container, &format!("/other{VOLUME}/note"), NOTE);
+        assert!(!node.try_cri(&["exec", "--sync", &container, BUSYBOX, "touch", "/other/new"]).0, "it is read-only");
     }
     node.remove_all();
 }

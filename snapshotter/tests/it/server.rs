@@ -9,6 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferry_snapshotter::api::Mount;
+use ferry_snapshotter::{IdMaps, idmapped};
 use rustix::fs::CWD;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MoveMountFlags, UnmountFlags, fsconfig_create,
@@ -256,11 +257,18 @@ fn overlay(mount: &Mount, at: &Path) {
     let context = fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC).expect("there is overlayfs");
     let fs = context.as_fd();
     fsconfig_set_string(fs, "source", &*mount.source).expect("overlayfs takes it");
+    let mapped = Mapped::of(mount);
     for option in &mount.options {
         let set = match option.split_once('=') {
+            Some(("lowerdir", _)) if mapped.is_some() => {
+                let layer = mapped.as_ref().map_or(Path::new(""), |mapped| mapped.0.path());
+                fsconfig_set_string(fs, "lowerdir+", layer)
+            }
             Some(("lowerdir", layers)) => {
                 layers.split(':').try_for_each(|layer| fsconfig_set_string(fs, "lowerdir+", layer))
             }
+            // Those are for the engine.
+            Some(("uidmap" | "gidmap", _)) => Ok(()),
             Some((name, value)) => fsconfig_set_string(fs, name, value),
             None => fsconfig_set_flag(fs, &**option),
         };
@@ -270,4 +278,29 @@ fn overlay(mount: &Mount, at: &Path) {
     let mounted = fsmount(fs, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty()).expect("it can be mounted");
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     move_mount(mounted.as_fd(), "", CWD, at, flags).expect("it can be mounted");
+}
+
+/// The layer below a mount with mapped ids, while the mount is made.
+struct Mapped(TempDir);
+
+impl Mapped {
+    /// Maps the ids as containerd does, if the mount says so.
+    fn of(mount: &Mount) -> Option<Self> {
+        let value = |name: &str| {
+            mount.options.iter().find_map(|option| option.strip_prefix(name)?.strip_prefix('=')).map(str::to_owned)
+        };
+        let maps = IdMaps { users: value("uidmap")?, groups: value("gidmap")?, root: (0, 0) };
+        let layer = value("lowerdir").expect("it has a layer below");
+        assert!(layer.ends_with('/') && !layer.contains(':'), "containerd would clone the directory above: {mount:?}");
+        let at = tempfile::tempdir_in(DIR).expect("it can be made");
+        let namespace = idmapped::user_namespace(&maps).expect("there are user namespaces");
+        idmapped::mount(Path::new(&layer), namespace.as_fd(), at.path()).expect("it can be idmapped");
+        Some(Self(at))
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        unmount(self.0.path(), UnmountFlags::DETACH).expect("it is mounted");
+    }
 }

@@ -1,7 +1,7 @@
 //! Writes layers with tables of contents, as the formats' documents describe them.
 #![allow(dead_code, missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::io::Write;
 use std::path::Path;
@@ -221,6 +221,11 @@ fn header_as(name: &str, kind: u8, bytes: usize, link: &str, mode: u32) -> Vec<u
 
 /// Makes an OCI image directory.
 pub fn lay_out(directory: &Path, layers: &[Layer]) {
+    lay_out_with(directory, layers, &[]);
+}
+
+/// The same for an image whose containers have volumes at these paths.
+pub fn lay_out_with(directory: &Path, layers: &[Layer], volumes: &[&str]) {
     let blobs = directory.join("blobs/sha256");
     fs::create_dir_all(&blobs).unwrap();
     let blob = |bytes: &[u8]| {
@@ -234,7 +239,9 @@ pub fn lay_out(directory: &Path, layers: &[Layer]) {
     };
     let plain: Vec<_> = layers.iter().map(|layer| sha256(&layer.plain)).collect();
     // CRI refuses an image of a pod without a command.
-    let config = json!({"architecture": "amd64", "os": "linux", "config": {"Cmd": ["/bin/busybox", "sleep", "1000000"]},
+    let volumes: BTreeMap<_, _> = volumes.iter().map(|path| (*path, json!({}))).collect();
+    let config = json!({"Cmd": ["/bin/busybox", "sleep", "1000000"], "Volumes": volumes});
+    let config = json!({"architecture": "amd64", "os": "linux", "config": config,
         "rootfs": {"type": "layers", "diff_ids": plain}});
     let config = typed(blob(config.to_string().as_bytes()), "application/vnd.oci.image.config.v1+json");
     layers.iter().for_each(|layer| drop(blob(&layer.blob)));
