@@ -9,6 +9,7 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 use std::iter::successors;
 use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, RwLock, RwLockReadGuard, TryLockError};
@@ -273,6 +274,27 @@ impl Layers {
             idmapped::mount(layer, namespace.as_fd(), at)?;
         }
         Ok(at)
+    }
+
+    /// Returns a link to the only layer below a snapshot, whose ids containerd maps ([`overlay::engine_maps_ids`]).
+    ///
+    /// # Errors
+    ///
+    /// The link cannot be made.
+    pub fn link(&self, id: u64, layer: &Path) -> Result<PathBuf> {
+        let _mounting = lock(&self.mounting);
+        let directory = self.directories.lower(id);
+        let (link, new) = (directory.join("layer"), directory.join(".layer"));
+        if fs::read_link(&link).is_ok_and(|found| found == layer) {
+            return Ok(link);
+        }
+        fs::create_dir_all(&directory).doing("create", &directory)?;
+        match fs::remove_file(&new) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(error).doing("remove", &new)?,
+            _ => symlink(layer, &new).doing("create", &new)?,
+        }
+        fs::rename(&new, &link).doing("rename", new)?;
+        Ok(link)
     }
 
     /// Unmounts all mounts in the directory of a snapshot lazily: processes that use them keep them.

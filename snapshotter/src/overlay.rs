@@ -29,8 +29,11 @@ pub struct Layers<'a> {
 }
 
 /// Whether containerd itself can map the ids of these layers: then it also can leave that out, where it fills volumes with the files of an
-/// image. From 2.1.5 on it clones the directory above all layers, without the mounts in it, which only works for a single layer. It
-/// takes one range of ids.
+/// image. It takes one range of ids.
+///
+/// From 2.1.5 on it clones the directory above all layers, without the mounts in it. The path of a single layer ends with a slash, so that
+/// it is that directory itself. Where containerd only looks into an image, for users, it makes the upper directory one more layer; so the path is a
+/// link from there ([`crate::layers::Layers::link`]), which leads to the layer from a clone, too.
 pub fn engine_maps_ids(kind: Kind, lower: &[PathBuf], maps: &IdMaps) -> bool {
     kind == Kind::Active && lower.len() == 1 && ![&maps.users, &maps.groups].iter().any(|map| map.contains(','))
 }
@@ -57,7 +60,6 @@ impl Layers<'_> {
                     options.push(format!("workdir={}", text(self.work)));
                     options.push(format!("upperdir={}", text(self.upper)));
                 }
-                // The directory above what ends with a slash is the layer itself.
                 let end = if self.maps.is_some() { "/" } else { "" };
                 let lower: Vec<String> = self.lower.iter().map(|path| text(path) + end).collect();
                 options.push(format!("lowerdir={}", lower.join(":")));

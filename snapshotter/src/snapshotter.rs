@@ -352,11 +352,12 @@ impl Snapshotter {
         let (upper, work) = (self.directories.upper(record.id), self.directories.work(record.id));
         let (kind, maps) = (record.kind(), IdMaps::of(&record.labels)?);
         let by_engine = maps.as_ref().filter(|maps| overlay::engine_maps_ids(kind, lower, maps));
-        let idmapped = match &maps {
-            Some(maps) if by_engine.is_none() => Some(self.layers.idmap(record.id, lower, maps)?),
-            _ => None,
+        let own = match (&maps, lower) {
+            (None, _) => None,
+            (Some(_), [only]) if by_engine.is_some() => Some(vec![self.layers.link(record.id, only)?]),
+            (Some(maps), _) => Some(self.layers.idmap(record.id, lower, maps)?),
         };
-        let lower = idmapped.as_deref().unwrap_or(lower);
+        let lower = own.as_deref().unwrap_or(lower);
         Ok(overlay::Layers { kind, upper: &upper, work: &work, lower, maps: by_engine }.mounts())
     }
 

@@ -202,15 +202,16 @@ impl Node {
 
     /// Starts a container, which prints its name and waits.
     fn start_container(&self, pod: &Pod, name: &str, image: &str) -> String {
-        self.start_with(pod, name, image, &json!([]))
+        self.start_with(pod, name, image, |_| {})
     }
 
-    /// The same with mounts.
-    fn start_with(&self, pod: &Pod, name: &str, image: &str, mounts: &Value) -> String {
+    /// The same with a changed configuration.
+    fn start_with(&self, pod: &Pod, name: &str, image: &str, change: impl FnOnce(&mut Value)) -> String {
         let script = format!("echo {name} runs; exec {BUSYBOX} sleep 1000000");
-        let config = json!({"metadata": {"name": name}, "image": {"image": image}, "log_path": format!("{name}.log"),
-            "command": [BUSYBOX, "sh", "-c", script], "mounts": mounts,
+        let mut config = json!({"metadata": {"name": name}, "image": {"image": image}, "log_path": format!("{name}.log"),
+            "command": [BUSYBOX, "sh", "-c", script],
             "linux": {"security_context": {"namespace_options": pod.options}}});
+        change(&mut config);
         let config = self.file(name, &config);
         let id = self.cri(&["create", &pod.id, &config, &pod.config]).trim().to_owned();
         self.cri(&["start", &id]);
@@ -249,11 +250,12 @@ struct Pod {
     options: Value,
 }
 
-/// One more layer, with the volume's directory.
+/// One more layer, with the volume's directory, and a user.
 fn with_volume(mut layers: Vec<Layer>) -> Vec<Layer> {
     let mut layer = Writer::new(Format::Estargz, &[1 << 20]);
     layer.dir(&format!("{}/", &VOLUME[1..]));
     layer.file(&format!("{}/note", &VOLUME[1..]), NOTE);
+    layer.file("etc/passwd", b"root:x:0:0::/:/bin/sh\nworker:x:7:8::/:/bin/sh\n");
     layers.push(layer.finish());
     layers
 }
@@ -364,9 +366,13 @@ fn pods_start_and_end() {
         // containerd reads the image to fill the volume (containerd/containerd issue 12834).
         node.has(&container, &format!("{VOLUME}/note"), NOTE);
         node.exec(&container, &["sh", "-c", &format!("echo more >>{VOLUME}/note")]);
-        // Another image as a volume (containerd/containerd issue 13534).
-        let volume = json!([{"container_path": "/other", "readonly": true, "image": {"image": image}}]);
-        let container = node.start_with(&pod, &format!("{name}-with-image"), &image, &volume);
+        // Another image as a volume (containerd/containerd issue 13534), and a user whom only the image knows
+        // (containerd/nydus-snapshotter issue 647).
+        let container = node.start_with(&pod, &format!("{name}-with-image"), &image, |config| {
+            config["mounts"] = json!([{"container_path": "/other", "readonly": true, "image": {"image": image}}]);
+            config["linux"]["security_context"]["run_as_username"] = json!("worker");
+        });
+        assert_eq!(node.exec(&container, &["id", "-u"]).trim(), "7");
         node.has(&container, "/other/second", &noise(3, 50_000));
         node.has(&container, &format!("/other{VOLUME}/note"), NOTE);
         assert!(!node.try_cri(&["exec", "--sync", &container, BUSYBOX, "touch", "/other/new"]).0, "it is read-only");
