@@ -132,6 +132,7 @@ pub(super) fn attach_file(
     let prepare = |upper: &PathBuf| Upper::prepare(upper, args.work.as_deref(), image.digest());
     let upper = args.upper.as_ref().map(prepare).transpose()?;
     let share = args.inode_share.then(|| inode_share(image, &path, store)).transpose()?;
+    let share = if args.verity == VerityPolicy::Require { share.map(InodeShare::verified) } else { share };
     // The file of this name may no longer be the one that was verified.
     let proved = is_proved.then_some(file);
     // Kept open until the kernel has opened them.

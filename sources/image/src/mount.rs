@@ -36,6 +36,13 @@ impl InodeShare {
         Ok(Some(Self { domain: format!("ferry-{:x}-{:x}", found.st_dev, found.st_ino) }))
     }
 
+    /// Shares only with mounts of which the kernel verifies each read, as it does of this one: pages of others may not be verified.
+    #[must_use]
+    pub fn verified(mut self) -> Self {
+        self.domain += "-verity";
+        self
+    }
+
     fn configure(&self, context: &OwnedFd) -> rustix::io::Result<()> {
         fsconfig_set_string(context.as_fd(), "domain_id", &*self.domain)?;
         fsconfig_set_flag(context.as_fd(), "inode_share")

@@ -184,6 +184,12 @@ if "$ferry" image verify image --store store --repair; then exit 1; fi
 proved --verity require
 compare
 umount /run/mnt
+# Memory is shared among such mounts.
+digest=$("$ferry" image build /run/tree -o shared --store store --verity --inode-share)
+image=shared
+proved --verity require --inode-share
+compare
+umount /run/mnt
 echo proved
 "#;
 

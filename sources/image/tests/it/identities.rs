@@ -81,6 +81,9 @@ fn equal_files_of_one_store_have_one_identity() {
         assert_eq!(identity(&first.join("other")), identity(&third.join("other")));
         assert_eq!(identity(&second.join("changed")), identity(&third.join("again")));
         assert_ne!(identity(&second.join("changed")), identity(&second.join("moved")));
+        for (file, expected) in [("moved", &large), ("changed", &changed), ("again", &changed)] {
+            assert!(fs::read(third.join(file)).unwrap() == *expected, "{file}");
+        }
         !mounts.is_empty()
     }) {
         return;
