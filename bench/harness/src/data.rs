@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use serde_json::json;
 
 use crate::fio;
 use crate::noise::Noise;
@@ -25,6 +26,12 @@ const LARGE_DIR_FILES: usize = 100;
 const PACKAGE: [(&str, usize); 5] = [("", 4), ("lib", 16), ("lib/internal", 10), ("dist", 12), ("test", 8)];
 /// The sum of them.
 const PACKAGE_FILES: usize = 50;
+/// The workspace that cargo builds, and the number of its crates.
+const WORKSPACE: &str = "workspace";
+const CRATES: usize = 20;
+/// The project of which npm installs the packages, and how many packages of the node_modules these are a part of.
+const PROJECT: &str = "project";
+const NPM_PART: usize = 10;
 
 /// The data, on the host.
 #[derive(Debug)]
@@ -89,14 +96,53 @@ impl Data {
         let modules = data.beside.join("modules");
         make_packages(&modules, large.packages)?;
         run(Command::new("tar").arg("-C").arg(&modules).arg("-cf").arg(data.tar()).arg("."))?;
+        make_workspace(&data.share.join(WORKSPACE))?;
+        data.make_project()?;
         data.settle();
         Ok(data)
     }
 
-    /// How many files a task on a large tree is about.
+    /// How many packages npm installs.
+    fn npm_packages(&self) -> usize {
+        self.large.packages.div_ceil(NPM_PART)
+    }
+
+    /// A project that needs packages, as archives beside the share, and its lock file.
+    fn make_project(&self) -> Result<()> {
+        let (project, archives) = (self.share.join(PROJECT), self.beside.join("npm"));
+        fs::create_dir_all(&project)?;
+        fs::create_dir_all(&archives)?;
+        let (mut dependencies, mut locked) = (serde_json::Map::new(), serde_json::Map::new());
+        for number in 0..self.npm_packages() {
+            let name = format!("package-{number:04}");
+            let modules = self.beside.join("modules").join(&name);
+            fs::write(modules.join("package.json"), json!({"name": name, "version": "1.0.0"}).to_string())?;
+            let archive = archives.join(format!("{name}.tgz"));
+            // npm leaves out the first directory.
+            run(Command::new("tar")
+                .arg("-C")
+                .arg(modules.parent().unwrap_or(&modules))
+                .arg("-czf")
+                .arg(&archive)
+                .arg(&name))?;
+            let address = format!("file:{}", archive.display());
+            dependencies.insert(name.clone(), address.clone().into());
+            locked.insert(format!("node_modules/{name}"), json!({"version": "1.0.0", "resolved": address}));
+        }
+        let root = json!({"name": "project", "version": "1.0.0", "dependencies": dependencies});
+        fs::write(project.join("package.json"), root.to_string())?;
+        locked.insert(String::new(), root);
+        let lock =
+            json!({"name": "project", "version": "1.0.0", "lockfileVersion": 3, "requires": true, "packages": locked});
+        Ok(fs::write(project.join("package-lock.json"), lock.to_string())?)
+    }
+
+    /// How many files a task on a large tree is about; of `cargo-build`, how many crates.
     pub fn files(&self, task: Task) -> Option<usize> {
         match task {
-            Task::LargeFind | Task::LargeFindStat | Task::LargeGitStatus => {
+            Task::CargoBuild => Some(CRATES),
+            Task::NpmCi => Some(self.npm_packages() * (PACKAGE_FILES + 1)),
+            Task::LargeFind | Task::LargeFindStat | Task::LargeGitStatus | Task::LargeGitClone => {
                 Some(self.large.repo_dirs * LARGE_DIR_FILES)
             }
             Task::LargeUnpack | Task::LargeDelete => Some(self.large.packages * PACKAGE_FILES),
@@ -188,6 +234,21 @@ impl Data {
                 make_packages(&made, self.large.packages)?;
                 (forget_all.to_owned(), format!("rm -r {name}"))
             }
+            Task::LargeGitClone => (forget_all.to_owned(), format!("{git} clone -q --no-hardlinks {LARGE} {name}")),
+            Task::CargoBuild => {
+                let tools = Path::new(env!("CARGO")).parent().context("cargo is in no directory")?;
+                let build = format!(
+                    "PATH={}:$PATH CARGO_HOME=/run/cargo cargo build -q --offline --manifest-path {WORKSPACE}/Cargo.toml --target-dir {name}",
+                    crate::cli::shell_word(tools)
+                );
+                (forget_all.to_owned(), build)
+            }
+            Task::NpmCi => {
+                let install = format!(
+                    "cd {name} && npm ci --offline --no-audit --no-fund --ignore-scripts --cache /run/npm --loglevel error"
+                );
+                (format!("cp -r {PROJECT} {name}; rm -rf /run/npm; {forget_all}"), install)
+            }
             Task::OpenReadClose => (forget_all.to_owned(), "cat src/*/* >/dev/null".to_owned()),
         };
         self.settle();
@@ -252,6 +313,29 @@ fn make_packages(root: &Path, packages: usize) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// A workspace of small libraries, and a program that uses all of them.
+fn make_workspace(root: &Path) -> Result<()> {
+    let library = |number: usize| format!("library-{number:02}");
+    let write = |directory: &Path, file: &str, manifest: &str, source: &str| -> Result<()> {
+        fs::create_dir_all(directory.join("src"))?;
+        fs::write(directory.join("Cargo.toml"), manifest)?;
+        Ok(fs::write(directory.join("src").join(file), source)?)
+    };
+    let (mut dependencies, mut sum) = (String::new(), String::from("0"));
+    for number in 0..CRATES - 1 {
+        let name = library(number);
+        let manifest = format!("[package]\nname = \"{name}\"\nversion = \"1.0.0\"\nedition = \"2021\"\n");
+        write(&root.join(&name), "lib.rs", &manifest, &format!("pub fn number() -> usize {{ {number} }}\n"))?;
+        dependencies += &format!("{name} = {{ path = \"../{name}\" }}\n");
+        sum += &format!(" + {}::number()", name.replace('-', "_"));
+    }
+    let manifest = format!(
+        "[package]\nname = \"program\"\nversion = \"1.0.0\"\nedition = \"2021\"\n[dependencies]\n{dependencies}"
+    );
+    write(&root.join("program"), "main.rs", &manifest, &format!("fn main() {{ println!(\"{{}}\", {sum}); }}\n"))?;
+    Ok(fs::write(root.join("Cargo.toml"), "[workspace]\nresolver = \"2\"\nmembers = [\"library-*\", \"program\"]\n")?)
 }
 
 fn run(command: &mut Command) -> Result<()> {

@@ -111,6 +111,12 @@ pub enum Task {
     LargeUnpack,
     /// `rm` removes it.
     LargeDelete,
+    /// `git clone` of the large repository.
+    LargeGitClone,
+    /// `cargo build` of a workspace of small crates.
+    CargoBuild,
+    /// `npm ci` of packages that are archives on this machine.
+    NpmCi,
 }
 
 /// A load by the native driver.
@@ -270,7 +276,9 @@ pub fn large() -> Vec<Row> {
         ("delete", Task::LargeDelete),
     ];
     let of = |config| tasks.map(|(name, task)| Row { quick: true, ..meta(name, config, task) });
-    [Config::AutoNoXattr, Config::AlwaysNoXattr].into_iter().flat_map(of).collect()
+    let tools = [("git-clone", Task::LargeGitClone), ("cargo-build", Task::CargoBuild), ("npm-ci", Task::NpmCi)];
+    let all = [Config::AutoNoXattr, Config::AlwaysNoXattr].into_iter().flat_map(of);
+    all.chain(tools.map(|(name, task)| meta(name, Config::AutoNoXattr, task))).collect()
 }
 
 fn meta(name: &str, config: Config, task: Task) -> Row {

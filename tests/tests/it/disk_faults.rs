@@ -213,6 +213,13 @@ impl Loop {
         let output = program.arg(file).output().unwrap();
         output.status.success().then(|| Self(String::from_utf8(output.stdout).unwrap().trim().into()))
     }
+
+    /// The number of writes that the kernel has not ended.
+    fn writes(&self) -> usize {
+        let path = Path::new("/sys/class/block").join(self.0.file_name().unwrap()).join("inflight");
+        let counts = fs::read_to_string(path).unwrap();
+        counts.split_whitespace().nth(1).unwrap().parse().unwrap()
+    }
 }
 
 impl Drop for Loop {
@@ -288,13 +295,17 @@ fn writes_of_a_killed_server_in_the_kernel_are_waited_for() {
         queue.ring_mut().push(heads[0]);
         queue.publish();
         let begin = Instant::now();
-        std::thread::sleep(Duration::from_millis(300));
+        while device.writes() == 0 {
+            assert!(begin.elapsed() < WITHIN, "the kernel never got the write");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         server.kill();
-        let gone = begin.elapsed();
+        let (gone, left) = (begin.elapsed(), device.writes());
         server.start();
-        let began = begin.elapsed();
-        println!("killed after {gone:?}, begun again after {began:?}; the write takes 2 s");
-        assert!(began > Duration::from_millis(1800), "it began after {began:?}, with the write still under way");
+        println!("killed after {gone:?} with {left} writes under way, begun again after {:?}", begin.elapsed());
+        assert_eq!(device.writes(), 0, "it began with the write still under way");
+        // Each takes 2 s.
+        assert!(left == 1 || gone > Duration::from_secs(2), "{left} writes after {gone:?}");
         driver.reattach().unwrap();
         let used = driver.queue(0).wait_used(WITHIN).unwrap();
         let mut status = [9];

@@ -2,7 +2,7 @@
 
 pub mod report;
 
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -12,7 +12,7 @@ use crate::cli::Cli;
 use crate::data::{Data, LargeTrees};
 use crate::machine::Machine;
 use crate::progress::Progress;
-use crate::rows::{self, Row};
+use crate::rows::{self, Row, Task, Work};
 use crate::server::Peer;
 use crate::session::place;
 use crate::virtiofs::{Effort, Runner};
@@ -33,7 +33,7 @@ const QUICK: Effort = Effort { runs: 2, timeout: Duration::from_secs(60), count_
 
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
-    let rows = rows(cli);
+    let mut rows = rows(cli);
     if let Some(code) = cli.listed(TABLE, rows.iter().map(Row::full_name)) {
         return Ok(code);
     }
@@ -49,6 +49,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let virtiofsd = cache.peer("virtiofsd").inspect_err(|error| skipped.push(format!("virtiofsd: {error}"))).ok();
     if virtiofsd.is_none() {
         peers.retain(|peer| *peer != Peer::Virtiofsd);
+    }
+    if Command::new("npm").arg("--version").output().is_err() {
+        skipped.push("npm-ci: no npm here (apt-get install npm)".into());
+        rows.retain(|row| row.work != Work::Meta(Task::NpmCi));
     }
     let fio = cache.peer("fio")?;
     cache.uml()?;
@@ -94,6 +98,6 @@ mod tests {
     fn rows_can_be_chosen() {
         let names =
             |words: &[&str]| rows(&Cli::parse_from(["bench/run", TABLE, "--work", "/w"].iter().chain(words))).len();
-        assert_eq!((names(&[]), names(&["--rows", "^find auto"]), names(&["--rows", "nothing"])), (10, 1, 0));
+        assert_eq!((names(&[]), names(&["--rows", "^find auto"]), names(&["--rows", "nothing"])), (13, 1, 0));
     }
 }
