@@ -129,9 +129,11 @@ fn of_mount(mount: &MountEntry) -> Option<Container> {
     let root = snapshot.parent()?.parent()?;
     let lower = mount.values("lowerdir").chain(mount.values("lowerdir+"));
     let lower: Vec<_> = lower.flat_map(|all| split(&all)).collect();
-    // containerd shortens names; with the users of a container, a layer has another mount of the same file system.
-    let devices: BTreeSet<u64> =
-        lower.iter().filter_map(|path| Some(fs::metadata(root.join(path)).ok()?.dev())).collect();
+    // containerd shortens names; with the users of a container, a layer has another mount of the same file system. If containerd has made
+    // that, its name is gone, and the snapshotter's link leads to the layer.
+    let link = snapshot.join("lower/layer");
+    let paths = lower.iter().chain([&link]);
+    let devices: BTreeSet<u64> = paths.filter_map(|path| Some(fs::metadata(root.join(path)).ok()?.dev())).collect();
     for entry in fs::read_dir(root.join("lazy")).ok()?.flatten() {
         let layer = entry.path().join("layer");
         let (Ok(found), Ok(directory)) = (fs::metadata(&layer), fs::metadata(entry.path())) else { continue };
