@@ -245,7 +245,7 @@ impl Data {
             }
             Task::NpmCi => {
                 let install = format!(
-                    "cd {name} && npm ci --offline --no-audit --no-fund --ignore-scripts --cache /run/npm --loglevel error"
+                    "(cd {name} && npm ci --offline --no-audit --no-fund --ignore-scripts --cache /run/npm --loglevel error)"
                 );
                 (format!("cp -r {PROJECT} {name}; rm -rf /run/npm; {forget_all}"), install)
             }
