@@ -177,8 +177,11 @@ impl<'a> Walk<'a> {
             FileType::RegularFile => self.data(&inode),
             _ => Ok(()),
         };
-        if let Err(flaw) = sound {
-            self.say(&path, &flaw.to_string());
+        match sound {
+            Err(flaw) => self.say(&path, &flaw.to_string()),
+            // Its pieces are no more than there is room for.
+            Ok(()) if inode.kind() == FileType::RegularFile => self.identity(&inode, &path),
+            Ok(()) => {}
         }
         self.links.insert(entry.nid, (inode.nlink, 1, path));
         None
@@ -230,6 +233,13 @@ impl<'a> Walk<'a> {
             }
             Err(flaw) => self.say(path, &flaw.to_string()),
         }
+        // That of a file is checked after its data.
+        if inode.kind() != FileType::RegularFile {
+            self.identity(inode, path);
+        }
+    }
+
+    fn identity(&mut self, inode: &Inode, path: &Step<'_>) {
         // Damage of attributes and locations is reported elsewhere.
         if self.image.has_identities()
             && let Ok(false) = self.image.has_own_identity(inode)

@@ -14,7 +14,8 @@ use ferry_vfs::FileType;
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::U16;
 
-use crate::format::data::Data;
+use crate::format::chunk;
+use crate::format::data::{Data, ENTRY_BYTES};
 use crate::format::digest::DIGEST_BYTES;
 use crate::format::erofs::{IDENTITY_XATTR, LONG_XATTR_PREFIX, XattrEntry, put};
 use crate::format::error::{Flaw, ImageResult};
@@ -75,7 +76,13 @@ impl Image {
     ///
     /// One has, or the image is damaged.
     pub(crate) fn verify_identities(&self) -> ImageResult<()> {
-        each_file(self, &mut |inode, _| {
+        // Chunk indexes are disjoint, so together no longer than the image: one that says otherwise must not take endless time.
+        let mut entries_left = self.bytes() / ENTRY_BYTES as u64;
+        each_file(self, &mut |inode, data| {
+            if matches!(data, Data::Chunks(_)) {
+                let crowded = Flaw { what: "more pieces than there is room for", offset: inode.nid.0 };
+                entries_left = entries_left.checked_sub(chunk::count(inode.bytes)).ok_or(crowded)?;
+            }
             let wrong = Flaw { what: "an inode with an identity that is not of its contents", offset: inode.nid.0 };
             if self.has_own_identity(inode)? { Ok(()) } else { Err(wrong) }
         })
