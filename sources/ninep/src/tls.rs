@@ -167,7 +167,7 @@ impl Write for Writer {
         self.sealed.clear();
         {
             let mut tls = lock(&self.tls);
-            tls.writer().write_all(&bytes[..count])?;
+            tls.writer().write_all(&bytes[..count]).map_err(meant)?;
             while tls.wants_write() {
                 tls.write_tls(&mut self.sealed)?;
             }

@@ -11,7 +11,7 @@ use ferry_driver::ring::{Descriptor, INDIRECT, NEXT, WRITE};
 use ferry_driver::{Config, Driver, Error, Ticket};
 use ferry_tests::disks::{DiskServer, FEATURES, Process, tool};
 use ferry_tests::mounts::{Cell, Mounted, missing, program};
-use ferry_tests::{Guest, GuestCache, Input, Output, Place, directory, run};
+use ferry_tests::{Guest, GuestCache, Input, Output, Place, TIMEOUT, directory, run};
 
 const MIB: u64 = 1 << 20;
 const WITHIN: Duration = Duration::from_secs(60);
@@ -199,7 +199,7 @@ echo all is well
     guest.stdin = Input::Null;
     guest.stdout = Output::Piped;
     guest.stderr = Output::Piped;
-    let out = run(guest, Duration::from_secs(300)).ok();
+    let out = run(guest, TIMEOUT).ok();
     assert!(out.contains("all is well"), "{out}");
 }
 

@@ -533,7 +533,7 @@ fn a_guest_of_qemu_sees_the_whole_tree_in_its_windows() {
     }
     guest.cwd = "/".into();
     guest.memory_mib = 1024;
-    let out = run(guest, Duration::from_secs(500)).ok();
+    let out = run(guest, TIMEOUT).ok();
     let expected = made.iter().map(|(name, made)| format!("{name} {}\n", made.digest)).collect::<String>();
     assert_eq!(out, expected);
     said.assert("is damaged");

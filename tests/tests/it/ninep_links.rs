@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ferry_tests::mounts::program;
 use ferry_tests::ninep::TREE;
-use ferry_tests::{Guest, GuestCache, GuestResult, Input, Output, run};
+use ferry_tests::{Guest, GuestCache, GuestResult, Input, Output, TIMEOUT, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -33,7 +33,7 @@ fn guest(script: &str, seconds: u64) -> GuestResult {
     guest.stdin = Input::Null;
     guest.stdout = Output::Piped;
     guest.stderr = Output::Piped;
-    run(guest, Duration::from_secs(180 + 3 * seconds))
+    run(guest, TIMEOUT + 3 * Duration::from_secs(seconds))
 }
 
 /// Linux's client has no vsock of its own: it is handed a connection.

@@ -1,9 +1,7 @@
 //! A QEMU guest with a stock kernel: several queues, several CPUs.
 
-use std::time::Duration;
-
 use ferry_tests::guest::DeviceKind;
-use ferry_tests::{Cache, Device, Kind, Mount, Options, Place, Share, guest_on, run};
+use ferry_tests::{Cache, Device, Kind, Mount, Options, Place, Share, TIMEOUT, guest_on, run};
 
 const SCRIPT: &str = r#"
 cd /mnt/share
@@ -37,7 +35,7 @@ fn two_queues_and_two_cpus() {
     }
     guest.mounts = vec![Mount::virtiofs("t", "/mnt/share")];
     guest.cwd = "/".into();
-    let ran = run(guest, Duration::from_secs(300));
+    let ran = run(guest, TIMEOUT);
     println!("QEMU, 2 queues, 2 CPUs: {:?}", ran.took);
     ran.ok();
     share.assert_released();

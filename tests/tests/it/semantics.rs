@@ -2,10 +2,9 @@
 
 use std::collections::BTreeSet;
 use std::process::Command;
-use std::time::Duration;
 
 use ferry_tests::confined::ConfinedShare;
-use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, directory, guest_on, run};
+use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, TIMEOUT, cache_name, directory, guest_on, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -41,7 +40,7 @@ fn checks(place: Place, options: Options, entries: Option<u32>) {
     if let Some(entries) = entries {
         guest.env = vec![("FERRY_PROBE_ENTRIES".into(), entries.to_string().into())];
     }
-    let ran = run(guest, Duration::from_secs(600));
+    let ran = run(guest, TIMEOUT);
     let lines = ran.out.lines().count();
     println!("{place:?}, cache {}: {lines} checks in {:?}", cache_name(cache), ran.took);
     assert_eq!(lines, CHECKS, "the checks did not come to their end:\n{}\n{}", ran.out, ran.err);
@@ -77,7 +76,7 @@ fn confined() {
     for (flags, missing) in [(&[][..], NEEDS_MORE), (&more, &[])] {
         let mut server = ConfinedShare::start(flags);
         let script = format!("mkdir -p disk && exec {PROBE} {MOUNTPOINT}/disk");
-        let ran = run(guest_on(&server.socket, ["sh", "-c", &script]), Duration::from_secs(600));
+        let ran = run(guest_on(&server.socket, ["sh", "-c", &script]), TIMEOUT);
         assert!(server.is_alive(), "{}", server.said());
         assert_eq!(ran.out.lines().count(), CHECKS, "they did not come to their end:\n{}\n{}", ran.out, ran.err);
         let known = FAILING.iter().filter(|(_, only_writeback, _)| !only_writeback).map(|(name, ..)| *name);
@@ -94,7 +93,7 @@ fn idmapped() {
     let expected = ["set-id-rules", "set-id-rules-of-ranges", "set-id-chown", "xattr-listed"].map(str::to_owned);
     let share = Share::with(Place::Disk, Options { allow_idmap: true, ..options(Cache::Auto) });
     let script = format!("mkdir -p disk && exec {PROBE} {MOUNTPOINT}/disk {CHECKS}");
-    let ran = run(share.guest(["sh", "-c", &script]), Duration::from_secs(600));
+    let ran = run(share.guest(["sh", "-c", &script]), TIMEOUT);
     assert_eq!(ran.out.lines().count(), CHECKS.split_ascii_whitespace().count(), "{}\n{}", ran.out, ran.err);
     assert_eq!(failures(&ran.out), BTreeSet::from(expected), "not what is known to fail:\n{}\n{}", ran.out, ran.err);
     // Sgid that is no privilege may stay, and root loses what only root may keep; but nobody else keeps anything.
