@@ -55,13 +55,21 @@ pub struct Backing {
     memory: Option<Arc<dyn Memory>>,
     io_hints: AtomicU8,
     waits: bool,
+    appends: bool,
     long_lived: bool,
 }
 
 impl Backing {
     /// Wraps a descriptor without any hints.
     pub fn new(fd: OwnedFd) -> Self {
-        Self { fd: Arc::new(fd), memory: None, io_hints: AtomicU8::new(0), waits: false, long_lived: false }
+        Self {
+            fd: Arc::new(fd),
+            memory: None,
+            io_hints: AtomicU8::new(0),
+            waits: false,
+            appends: false,
+            long_lived: false,
+        }
     }
 
     /// Wraps a descriptor whose bytes are also in memory, at the same offsets.
@@ -73,6 +81,11 @@ impl Backing {
     /// concurrently.
     pub fn waiting(fd: OwnedFd) -> Self {
         Self { waits: true, ..Self::new(fd) }
+    }
+
+    /// Wraps a descriptor that is open with `O_APPEND`: writes through it are made one by one, in their order.
+    pub fn appending(fd: OwnedFd) -> Self {
+        Self { appends: true, ..Self::new(fd) }
     }
 
     /// Marks the descriptor as open for as long as its source is served, as that of a disk. An engine may then register it
@@ -96,6 +109,11 @@ impl Backing {
     /// Returns whether all transfers wait for a device.
     pub fn waits(&self) -> bool {
         self.waits
+    }
+
+    /// Returns whether writes are appended.
+    pub fn appends(&self) -> bool {
+        self.appends
     }
 
     /// Returns the memory that holds the bytes.

@@ -98,6 +98,8 @@ impl Pending {
             && own.segments().len() < MERGED_SEGMENTS_MAX
             && Arc::ptr_eq(own.file(), file)
             && file.memory().is_none()
+            // A part that is repeated would be appended twice.
+            && !file.appends()
             // Each transfer of a remote file takes its own thread.
             && file.io_hints() & REMOTE == 0
     }

@@ -42,6 +42,10 @@ pub(crate) fn route(file: &Backing, operation: Operation, means: Means) -> Route
         return Route::Blocking;
     }
     let is_fsync = matches!(operation, Operation::Fsync { .. });
+    if file.appends() && matches!(operation, Operation::Write { .. }) && io_hints::with_place(file) & REMOTE == 0 {
+        // A client may send one write in several parts, which belong behind each other.
+        return Route::Inline;
+    }
     let may_try =
         means.ring && !file.waits() && matches!(operation, Operation::Read | Operation::Write { waits: false, .. });
     // The result of a trial shows whether the location matters.
@@ -146,6 +150,16 @@ mod tests {
         let direct = Backing::waiting(tempfile::tempfile_in("/dev/shm").unwrap().into());
         direct.add_io_hints(io_hints::PROBED);
         assert_eq!(route(&direct, READ, RING), Route::Ring, "O_DIRECT is never tried");
+        for (hints, operation, expected) in [
+            (0, WRITE, Route::Inline),
+            (0, DURABLE_WRITE, Route::Inline),
+            (REMOTE, WRITE, Route::Pool),
+            (0, READ, Route::Try),
+        ] {
+            let appending = Backing::appending(tempfile::tempfile().unwrap().into());
+            appending.add_io_hints(hints | io_hints::PROBED);
+            assert_eq!(route(&appending, operation, POOL), expected, "hints {hints:#x}, {operation:?}, O_APPEND");
+        }
     }
 
     #[test]

@@ -209,6 +209,24 @@ fn adjacent_transfers_are_merged() {
     });
 }
 
+/// The offset does not matter, and the host's file system tries no write that makes a file longer.
+#[test]
+fn appends_are_made_one_by_one_in_their_order() {
+    everywhere(|transfers, dir| {
+        let flags = OFlags::CREATE | OFlags::RDWR | OFlags::APPEND;
+        let fd = rustix::fs::open(dir.join("file"), flags, rustix::fs::Mode::from(0o600)).unwrap();
+        let file = Arc::new(Backing::appending(fd));
+        let mut source: Vec<u8> = (0..64 * 512).map(|n| (n / 512) as u8).collect();
+        for (index, piece) in source.chunks_mut(512).enumerate() {
+            // SAFETY: `source` outlives the run.
+            unsafe { transfers.queue(index as u64, WRITE, Arc::clone(&file), 512 * index as u64, segments(piece, 1)) };
+        }
+        assert_eq!(transfers.queued.len(), 64, "none is merged");
+        assert!(run(transfers).iter().map(|(_, outcome)| outcome.as_ref().unwrap()).eq(&[512; 64]));
+        assert!(std::fs::read(dir.join("file")).unwrap() == source);
+    });
+}
+
 #[test]
 fn a_failure_affects_only_its_own_transfer() {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};

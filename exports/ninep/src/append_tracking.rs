@@ -100,11 +100,6 @@ impl AppendTracking {
         }
         write
     }
-
-    /// Returns whether the last write is an append; reads then have the flag, too.
-    pub(crate) fn appends(&self) -> bool {
-        !self.is_elsewhere.load(Ordering::Relaxed)
-    }
 }
 
 impl TrackedWrite {
@@ -139,7 +134,6 @@ mod tests {
     fn write(end: &Arc<AppendTracking>, offset: u64, (bytes, done): (usize, usize), size: u64) -> bool {
         let write = end.begin_write(offset, bytes, || Some(size));
         let appends = write.appends;
-        assert_eq!(end.appends(), appends, "at {offset} of {size}");
         write.ended(done);
         appends
     }
@@ -148,7 +142,6 @@ mod tests {
     fn writes_at_a_known_end_are_appended() {
         let end = Arc::<AppendTracking>::default();
         end.found(&ClientEnds::default(), Ino(1), 10);
-        assert!(end.appends());
         // Offset and length of a write, the file's size then, and whether it is an append.
         for (offset, bytes, size, appends) in [
             (10, 5, 10, true),

@@ -182,9 +182,9 @@ impl Open {
         matches!(self.flags & OFlags::ACCMODE, OFlags::WRONLY | OFlags::RDWR)
     }
 
-    /// The flags of a read: those that it was opened with, without `O_APPEND` while the client writes elsewhere.
-    pub(crate) fn read_flags(&self) -> OFlags {
-        if self.end.as_ref().is_none_or(|end| end.appends()) { self.flags } else { self.flags - OFlags::APPEND }
+    /// The flags that it was opened with.
+    pub(crate) fn flags(&self) -> OFlags {
+        self.flags
     }
 
     /// The flags of a write.

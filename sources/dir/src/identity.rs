@@ -418,7 +418,7 @@ impl Migrate for Dir {
                 self.open_data(&inode, flags)?
             }
         };
-        // The flags may have changed since the open; the descriptor has the current ones.
+        // The descriptor of an earlier version may have others than at the open.
         let now = rustix::fs::fcntl_getfl(&file)?;
         let changed = OFlags::APPEND | OFlags::DIRECT;
         let open = Self::opened(inode, file, (flags - changed) | (now & changed));

@@ -1,10 +1,10 @@
 //! Open files and their data.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_engine::{Windows, write_input};
+use ferry_vfs::sync::lock;
 use ferry_vfs::{
     Backing, Caller, Change, CopyRange, Data, Errno, Extent, FallocateFlags, Handle, Ino, Input, IoRange, Lockable,
     OFlags, Result, Seek, openable,
@@ -25,13 +25,20 @@ const COPY_BYTES_MAX: u64 = 64 << 20;
 const HOST_FLAGS: OFlags =
     OFlags::APPEND.union(OFlags::TRUNC).union(OFlags::DSYNC).union(OFlags::SYNC).union(OFlags::NOATIME);
 
+fn backing(file: OwnedFd, flags: OFlags) -> Backing {
+    if flags.contains(OFlags::APPEND) { Backing::appending(file) } else { Backing::new(file) }
+}
+
 /// An open file or directory.
 #[derive(Debug)]
 pub(crate) struct Open {
     pub(crate) inode: Arc<Inode>,
     pub(crate) file: Arc<Backing>,
-    /// The descriptor's current flags.
-    pub(crate) flags: AtomicU32,
+    /// Its flags.
+    pub(crate) flags: OFlags,
+    /// The file with the flags that the client has set since, or does not want for a write of its cache. The flags of a descriptor
+    /// do not change: transfers that have not run yet would have those of later ones.
+    others: Mutex<Vec<(OFlags, Arc<Backing>)>>,
     /// The listing, of a directory.
     pub(crate) stream: Option<Mutex<Stream>>,
 }
@@ -100,7 +107,7 @@ impl Dir {
     /// Returns the state of an open inode.
     pub(crate) fn opened(inode: Arc<Inode>, file: OwnedFd, flags: OFlags) -> Open {
         let stream = inode.is_dir().then(Mutex::default);
-        Open { inode, file: Arc::new(Backing::new(file)), flags: AtomicU32::new(flags.bits()), stream }
+        Open { inode, file: Arc::new(backing(file, flags)), flags, others: Mutex::default(), stream }
     }
 
     /// Opens a regular file. Its type was checked on the same inode, so the open cannot block or have side effects.
@@ -138,8 +145,9 @@ impl Dir {
             if open.stream.is_some() {
                 return Err(Errno::ISDIR);
             }
-            self.follow_flags(open, at.flags)?;
-            Ok(Data::Extent(Extent { file: Arc::clone(&open.file), offset: at.offset }))
+            // Reads do not depend on `O_APPEND`.
+            let file = self.file_with(open, at.flags, self.settable() - OFlags::APPEND)?;
+            Ok(Data::Extent(Extent { file, offset: at.offset }))
         })
     }
 
@@ -149,32 +157,41 @@ impl Dir {
         let _operation = self.writable()?;
         if at.clear_privileges {
             let open = self.handles.get(cx.session, at.ino, at.handle)?;
-            let file = open.file.as_fd();
-            if open.inode.has_sgid_mark() && self.lose_privileges(cx, &open.inode, file)?.is_none() {
-                self.follow_flags(&open, at.flags)?;
+            if open.inode.has_sgid_mark() && self.lose_privileges(cx, &open.inode, open.file.as_fd())?.is_none() {
+                let file = self.file_with(&open, at.flags, self.settable())?;
                 self.attr_changed(cx.session, &open.inode);
-                return write_input(file, at.offset, at.len as usize, input).map(Data::Bytes);
+                return write_input(file.as_fd(), at.offset, at.len as usize, input).map(Data::Bytes);
             }
         }
-        self.extent(cx, at)
+        self.handles.with(cx.session, at.ino, at.handle, |open| {
+            if open.stream.is_some() {
+                return Err(Errno::ISDIR);
+            }
+            let file = self.file_with(open, at.flags, self.settable())?;
+            Ok(Data::Extent(Extent { file, offset: at.offset }))
+        })
     }
 
-    /// Copies flags that the client has changed (`fcntl`) to the descriptor.
-    fn follow_flags(&self, open: &Open, flags: OFlags) -> Result<()> {
-        let mut mask = OFlags::empty();
-        if !self.options.writeback {
-            mask |= OFlags::APPEND;
+    /// Returns the flags that a client may change after an open (`fcntl`).
+    fn settable(&self) -> OFlags {
+        let append = if self.options.writeback { OFlags::empty() } else { OFlags::APPEND };
+        let direct = if self.options.direct_io { OFlags::DIRECT } else { OFlags::empty() };
+        append | direct
+    }
+
+    /// Returns the open file with those of `flags` that are in `mask`, and its own others.
+    fn file_with(&self, open: &Open, flags: OFlags, mask: OFlags) -> Result<Arc<Backing>> {
+        if !(open.flags ^ flags).intersects(mask) {
+            return Ok(Arc::clone(&open.file));
         }
-        if self.options.direct_io {
-            mask |= OFlags::DIRECT;
+        let flags = (open.flags - mask) | (flags & mask);
+        let mut others = lock(&open.others);
+        if let Some((_, file)) = others.iter().find(|(own, _)| *own == flags) {
+            return Ok(Arc::clone(file));
         }
-        let now = open.flags();
-        if (now ^ flags).intersects(mask) {
-            let next = (now - mask) | (flags & mask);
-            rustix::fs::fcntl_setfl(open.file.as_fd(), next & (OFlags::APPEND | OFlags::DIRECT | OFlags::NOATIME))?;
-            open.flags.store(next.bits(), Ordering::Relaxed);
-        }
-        Ok(())
+        let file = Arc::new(backing(self.reopen(open.file.as_fd(), flags)?, flags));
+        others.push((flags, Arc::clone(&file)));
+        Ok(file)
     }
 
     pub(crate) fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
@@ -279,7 +296,9 @@ impl Dir {
         let (mut from_offset, mut to_offset) = (copy.from.2, copy.to.2);
         let len = usize::try_from(copy.len.min(COPY_BYTES_MAX)).map_err(|_| Errno::INVAL)?;
         let guard = self.as_writer(cx, &to)?;
-        let (from_file, to_file) = (from.file.as_fd(), to.file.as_fd());
+        // The client refuses to copy to files with `O_APPEND`.
+        let to_file = self.file_with(&to, OFlags::empty(), OFlags::APPEND)?;
+        let (from_file, to_file) = (from.file.as_fd(), to_file.as_fd());
         let count = rustix::fs::copy_file_range(from_file, Some(&mut from_offset), to_file, Some(&mut to_offset), len)?;
         drop(guard);
         let count = count as u64;

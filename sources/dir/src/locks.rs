@@ -5,7 +5,6 @@
 //! kernel does not report when host processes release locks, so waiting requests are retried periodically.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -53,7 +52,7 @@ impl Lockable for Open {
     type Owner = OwnedFd;
 
     fn flags(&self) -> OFlags {
-        OFlags::from_bits_retain(self.flags.load(Ordering::Relaxed))
+        self.flags
     }
 
     fn is_dir(&self) -> bool {

@@ -180,7 +180,7 @@ impl Context<'_> {
         if !open.can_read() {
             return Err(Errno::BADF);
         }
-        let range = Self::range(file, open, (offset, bytes_max), open.read_flags());
+        let range = Self::range(file, open, (offset, bytes_max), open.flags());
         let mut out = DataOutput::new(carrier, READ_HEAD_BYTES, bytes_max);
         match self.share.source.read(&self.caller(file.user, None), &range, &mut out)? {
             // The bytes after `done` belong to an earlier reply, maybe of another client.

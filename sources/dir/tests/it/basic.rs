@@ -5,6 +5,7 @@ use crate::common;
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::sync::{Arc, Mutex};
@@ -427,6 +428,35 @@ fn descriptors_follow_the_flags_of_the_clients_file() {
     share.write_flags(at, 0, b"abc", append).unwrap();
     share.write_flags(at, 0, b"X", append).unwrap();
     assert_eq!(share.read(at, 0, 9).unwrap(), b"Xbc");
+}
+
+/// A transfer runs later than the request: others with other flags do not change where its bytes go.
+#[test]
+fn writes_of_a_clients_cache_are_not_appended_with_those_of_the_program() {
+    let share = Share::new(Options::default());
+    let append = OFlags::RDWR | OFlags::APPEND;
+    let (entry, handle) = share.create(Ino::ROOT, "f", append).unwrap();
+    let at = (entry.ino, handle);
+    share.write_flags(at, 0, b"header", append).unwrap();
+    let extent = |offset, flags| {
+        let at = range(at.0, at.1, offset, 4, flags);
+        let Data::Extent(extent) = share.dir.write(&share.cx, &at, &mut &b"...."[..]).unwrap() else {
+            panic!("no extent")
+        };
+        extent
+    };
+    let [cached, appended, again] =
+        [(0, OFlags::empty()), (6, append), (2, OFlags::RDWR)].map(|(at, flags)| extent(at, flags));
+    assert_eq!(share.read(at, 0, 9).unwrap(), b"header");
+    assert_eq!((cached.file.appends(), appended.file.appends(), again.file.appends()), (false, true, false));
+    for (extent, bytes) in [(again, b"AD"), (appended, b"++"), (cached, b"HE")] {
+        assert_eq!(rustix::io::pwrite(extent.file.as_fd(), bytes, extent.offset), Ok(2));
+    }
+    assert_eq!(fs::read(share.path("f")).unwrap(), b"HEADer++");
+    // The host refuses to copy to files with O_APPEND, as the client's kernel does, which knows the file's flags now.
+    let copy = CopyRange { from: (at.0, at.1, 0), to: (at.0, at.1, 6), len: 2 };
+    assert_eq!(share.dir.copy_file_range(&share.cx, &copy), Ok(2));
+    assert_eq!(fs::read(share.path("f")).unwrap(), b"HEADerHE");
 }
 
 #[test]
