@@ -18,6 +18,8 @@ use crate::{Error, FileName, Reply, socket_dir};
 const REQUEST_BYTES_MAX: usize = 256 << 10;
 /// The maximum time for a request. Clients send it at once.
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long no client is accepted after one could not be.
+const PAUSE: Duration = Duration::from_secs(1);
 /// The maximum number of clients whose request is incomplete; others wait in the backlog of the socket.
 const CLIENTS_MAX: usize = 8;
 
@@ -89,6 +91,8 @@ struct Incomplete {
 pub struct ManagerSocket {
     socket: Socket,
     listener: UnixListener,
+    /// No client is accepted before this time.
+    paused: Option<Instant>,
     clients: Vec<Incomplete>,
 }
 
@@ -103,7 +107,7 @@ impl ManagerSocket {
         let socket = Socket::bind(&directory.join(socket_dir::manager_name(std::process::id())))?;
         let listener = socket.listener()?;
         listener.set_nonblocking(true)?;
-        Ok(Self { socket, listener, clients: Vec::new() })
+        Ok(Self { socket, listener, paused: None, clients: Vec::new() })
     }
 
     /// Closes it in a child of the manager.
@@ -113,21 +117,32 @@ impl ManagerSocket {
 
     /// Returns the descriptors that become readable when [`Self::requests`] must be called.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let listener = (self.clients.len() < CLIENTS_MAX).then(|| self.listener.as_fd());
+        let accepts = self.paused.is_none() && self.clients.len() < CLIENTS_MAX;
+        let listener = accepts.then(|| self.listener.as_fd());
         listener.into_iter().chain(self.clients.iter().map(|client| client.stream.as_fd()))
     }
 
     /// Returns the time until [`Self::requests`] must be called even if nothing becomes readable.
     #[must_use]
     pub fn left(&self) -> Option<Duration> {
-        let ends = self.clients.iter().map(|client| client.end);
+        let ends = self.clients.iter().map(|client| client.end).chain(self.paused);
         ends.min().map(|end| end.saturating_duration_since(Instant::now()))
     }
 
     /// Accepts clients and reads their input; returns the complete requests. `may_access` returns whether a user has access.
     pub fn requests(&mut self, may_access: fn(u32) -> bool) -> Vec<(ManagerRequest, ManagerClient)> {
-        while self.clients.len() < CLIENTS_MAX {
-            let Ok((stream, _)) = self.listener.accept() else { break };
+        self.paused.take_if(|end| *end <= Instant::now());
+        while self.paused.is_none() && self.clients.len() < CLIENTS_MAX {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => {
+                    // Such as EMFILE: the listener stays readable.
+                    tracing::warn!("cannot accept a client of ferry add, remove or reload: {error}");
+                    self.paused = Some(Instant::now() + PAUSE);
+                    break;
+                }
+            };
             match admitted(&stream, may_access) {
                 Ok(()) => self.clients.push(Incomplete { stream, bytes: Vec::new(), end: Instant::now() + TIMEOUT }),
                 Err(error) => ManagerClient(stream).reply(Err(error.to_string())),

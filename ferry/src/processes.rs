@@ -158,6 +158,8 @@ fn run_all(launch: Launch<'_>) -> Result<u8> {
     sandbox::set_public_pid();
     // Paths in messages, and the file that is read again, are relative to it.
     start_dir();
+    // Each server takes some descriptors here.
+    sandbox::raise_descriptor_limit();
     let is_managed = manager.is_some();
     let manager = manager.and_then(|(path, base)| Manager::start(path, base));
     let mut supervisor = Supervisor { servers: Servers::new(is_managed, json), manager };

@@ -524,6 +524,12 @@ pub fn may_lock_memory() -> bool {
     is_root
 }
 
+/// Raises the limit of open descriptors as far as any user may.
+pub fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+}
+
 /// Whether a share may open files by handles.
 fn wants_handles(share: &Share) -> bool {
     share.inode_file_handles != FileHandles::Never && matches!(share.kind(), Kind::Dir(_))

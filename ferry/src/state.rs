@@ -18,9 +18,9 @@ use ferry_virtiofs::{KeeperConnection, KeeperError, SERVER_AWAITED, SessionStore
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::io::Errno;
-use rustix::process::{Resource, Rlimit};
 
 use crate::flags::Share;
+use crate::sandbox;
 
 /// The name of the process in process lists, by which the program recognizes its role.
 const NAME: &str = "ferry-keeper";
@@ -121,8 +121,7 @@ fn keep(dir: Option<&Path>) -> Result<()> {
     let end = SignalFd::with_flags(&ends, SfdFlags::SFD_CLOEXEC).context("cannot read signals")?;
     let end = end.as_fd().try_clone_to_owned().context("no descriptor is left")?;
     let directory = dir.map(Directory::open).transpose()?;
-    let limit = rustix::process::getrlimit(Resource::Nofile);
-    let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    sandbox::raise_descriptor_limit();
     Capabilities::NONE.limit(Capabilities::NONE)?;
     ferry_isolation::no_new_privileges()?;
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("no descriptor is left")?;

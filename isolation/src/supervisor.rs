@@ -1,5 +1,6 @@
 //! The supervisor outside the namespaces: it forwards signals, waits for the server, and returns its exit status.
 
+use std::cell::Cell;
 use std::fmt;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 
@@ -16,13 +17,15 @@ const FORWARDED: [Signal; 5] = [Signal::TERM, Signal::INT, Signal::QUIT, Signal:
 #[derive(Debug)]
 pub struct Child {
     pid: Pid,
+    /// Its end was returned, so another process may have its id.
+    has_ended: Cell<bool>,
     /// Open while this process runs; the child polls the other end.
     _alive: OwnedFd,
 }
 
 impl Child {
     pub(crate) fn new(pid: Pid, alive: OwnedFd) -> Self {
-        Self { pid, _alive: alive }
+        Self { pid, has_ended: Cell::new(false), _alive: alive }
     }
 
     /// Returns its process id.
@@ -31,9 +34,11 @@ impl Child {
         self.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
-    /// Sends it a signal. If it has ended already, [`Self::end`] reports that.
+    /// Sends it a signal, unless it has ended.
     pub fn signal(&self, signal: Signal) {
-        let _ = rustix::process::kill_process(self.pid, signal);
+        if !self.has_ended.get() {
+            let _ = rustix::process::kill_process(self.pid, signal);
+        }
     }
 
     /// Returns how it ended, once, or `None` while it runs.
@@ -43,11 +48,15 @@ impl Child {
     /// [`Error::System`]: the end was returned before.
     pub fn end(&self) -> Result<Option<End>> {
         match waitpid(Some(self.pid), WaitOptions::NOHANG) {
-            Ok(Some((_, status))) => Ok(match (status.terminating_signal(), status.exit_status()) {
-                (Some(signal), _) => Some(End::Signal(signal)),
-                (None, Some(status)) => Some(End::Status(u8::try_from(status).unwrap_or(u8::MAX))),
-                (None, None) => None,
-            }),
+            Ok(Some((_, status))) => {
+                let end = match (status.terminating_signal(), status.exit_status()) {
+                    (Some(signal), _) => Some(End::Signal(signal)),
+                    (None, Some(status)) => Some(End::Status(u8::try_from(status).unwrap_or(u8::MAX))),
+                    (None, None) => None,
+                };
+                self.has_ended.set(end.is_some());
+                Ok(end)
+            }
             Ok(None) | Err(rustix::io::Errno::INTR) => Ok(None),
             Err(errno) => Err(Error::System(format!("cannot wait for the server: {errno}"))),
         }

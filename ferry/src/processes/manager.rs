@@ -375,7 +375,7 @@ impl Supervisor {
         }
         for server in self.servers.all.iter_mut().filter(|server| server.is_new) {
             server.is_new = false;
-            server.success.iter().for_each(Success::send);
+            server.success.take().iter().for_each(Success::send);
             for (name, places) in server.unit.names().iter().zip(server.unit.places()) {
                 outcomes.push(format!("serving {name} at {}", places.join(", ")));
             }
@@ -430,7 +430,7 @@ impl Supervisor {
         for server in self.servers.all.iter_mut().filter(|server| server.is_new) {
             server.is_new = false;
             if server.is_up() {
-                server.success.iter().for_each(Success::send);
+                server.success.take().iter().for_each(Success::send);
                 lost.retain(|name| *name != server.unit.shown());
             } else {
                 (server.is_removed, server.success) = (true, None);

@@ -51,7 +51,7 @@ pub struct Server {
     pipe: Option<File>,
     line: Vec<u8>,
     report: Option<Report>,
-    /// The signal that the start has succeeded; `None` once it has failed.
+    /// The signal that the start has succeeded; `None` once that is sent, or the start has failed.
     pub success: Option<Success>,
     pub end: Option<End>,
     /// A change has started it and is not complete.
@@ -136,7 +136,7 @@ impl Servers {
         let is_late = self.are_shares_up() && self.begun.elapsed() >= PATIENCE;
         if !self.is_announced && self.ending.is_none() && (is_decided || is_late) {
             self.is_announced = true;
-            self.all.iter().filter_map(|server| server.success.as_ref()).for_each(Success::send);
+            self.all.iter_mut().filter_map(|server| server.success.take()).for_each(|success| success.send());
             self.announce()?;
             service_manager::ready();
         }
