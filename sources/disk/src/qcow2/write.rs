@@ -253,15 +253,22 @@ impl Image {
             return Ok(());
         }
         let new = self.allocate(tables, missing.len())?;
-        let linked = self.link_l2_tables(tables, &missing, &new);
-        if linked.is_err() {
+        if let Err(error) = self.write_l2_tables(tables, &missing, &new) {
             self.give_back(tables, new.iter().copied());
+            return Err(error);
         }
-        linked
+        for (done, (index, place)) in missing.iter().zip(&new).enumerate() {
+            if let Err(error) = self.link_l2_table(tables, *index, *place) {
+                // Not this one: the L1 table in the file may refer to it.
+                self.give_back(tables, new[done + 1..].iter().copied());
+                return Err(error);
+            }
+        }
+        Ok(())
     }
 
-    /// Writes L2 tables to new clusters, and links them in the L1 table.
-    fn link_l2_tables(&self, tables: &mut Tables, indices: &[u64], new: &[u64]) -> io::Result<()> {
+    /// Writes L2 tables to new clusters.
+    fn write_l2_tables(&self, tables: &mut Tables, indices: &[u64], new: &[u64]) -> io::Result<()> {
         let mut content = vec![0; self.shape.cluster_len()];
         for (index, place) in indices.iter().zip(new) {
             match self.l2_table(tables, index << self.shape.l2_bits())? {
@@ -270,18 +277,20 @@ impl Image {
             }
             self.file.write_table(&content, *place)?;
         }
-        self.file.sync()?;
-        for (index, place) in indices.iter().zip(new) {
-            let slot = usize::try_from(*index).unwrap_or(usize::MAX);
-            let Some(entry) = tables.l1.get(slot).copied() else { return Err(Errno::INVAL.into()) };
-            let linked = place | COPIED;
-            self.file.write_table(&linked.to_be_bytes(), tables.l1_offset + index * 8)?;
-            tables.l1[slot] = linked;
-            tables.occupied.insert(place >> self.shape.cluster_bits);
-            let old = (entry & OFFSET) >> self.shape.cluster_bits;
-            if old != 0 {
-                tables.unreference_table(old..old + 1);
-            }
+        self.file.sync()
+    }
+
+    /// Links an L2 table in the L1 table.
+    fn link_l2_table(&self, tables: &mut Tables, index: u64, place: u64) -> io::Result<()> {
+        let slot = usize::try_from(index).unwrap_or(usize::MAX);
+        let Some(entry) = tables.l1.get(slot).copied() else { return Err(Errno::INVAL.into()) };
+        let linked = place | COPIED;
+        self.file.write_table(&linked.to_be_bytes(), tables.l1_offset + index * 8)?;
+        tables.l1[slot] = linked;
+        tables.occupied.insert(place >> self.shape.cluster_bits);
+        let old = (entry & OFFSET) >> self.shape.cluster_bits;
+        if old != 0 {
+            tables.unreference_table(old..old + 1);
         }
         Ok(())
     }

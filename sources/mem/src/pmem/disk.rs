@@ -287,6 +287,8 @@ impl Disk {
     /// Makes everything durable.
     pub(crate) fn sync_all(&self) -> Result<()> {
         for file in self.files() {
+            // A sync of the file that is under way has taken its ranges, and may fail.
+            let _syncing = lock(&file.syncing);
             let mut dirty = lock(&file.dirty);
             // Under the lock: a sync of the file finds the ranges either in the file or in the log.
             self.log.flush_along(std::mem::take(&mut *dirty));
