@@ -19,6 +19,12 @@ pub trait FuseCarrier: Carrier {
         false
     }
 
+    /// Whether the request may wait for an external event, such as a lock. Otherwise those that wait would leave no room for the
+    /// ones that they wait for.
+    fn may_park(&self) -> bool {
+        true
+    }
+
     /// Returns a function that sends the whole encoded reply from another thread. It may run before
     /// [`crate::Server::serve`] returns [`ServeOutcome::Later`] or [`ServeOutcome::Parked`], or after the client is
     /// gone.

@@ -21,6 +21,8 @@ pub struct Chain {
     pub(crate) may_fault: bool,
     /// It was in flight when a previous server ended.
     pub(crate) resubmitted: bool,
+    /// Few chains of its queue are parked.
+    pub(crate) may_park: bool,
 }
 
 // SAFETY: the segments are addresses. Any thread that uses them keeps the memory that they lie in mapped.
@@ -36,6 +38,11 @@ impl Chain {
     /// Whether a previous server took this request already, and may have executed it.
     pub fn is_resubmitted(&self) -> bool {
         self.resubmitted
+    }
+
+    /// Whether it may be [parked](crate::ChainState::Parked): enough of its queue is left for what it then waits for.
+    pub fn may_park(&self) -> bool {
+        self.may_park
     }
 
     /// Returns the number of readable bytes.

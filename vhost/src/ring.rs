@@ -182,6 +182,11 @@ impl Ring {
         either!(self, ring => ring.lags_at(least, wholly))
     }
 
+    /// Returns the number of descriptors.
+    pub(crate) fn size(&self) -> u16 {
+        either!(self, ring => ring.size())
+    }
+
     /// Takes the next chain. `chain` is empty if there is none.
     #[inline]
     pub(crate) fn pop(&mut self, chain: &mut Chain) -> Result<PopOutcome, RingError> {

@@ -145,6 +145,11 @@ impl<M> Slots<M> {
         busy.filter(move |busy| busy.queue == queue).map(|busy| busy.chain.id)
     }
 
+    /// Returns the number of chains that wait for an external event.
+    pub(crate) fn parked(&self) -> usize {
+        self.parked
+    }
+
     /// Returns the number of chains that will complete without an external event.
     pub(crate) fn active(&self) -> usize {
         self.busy - self.parked

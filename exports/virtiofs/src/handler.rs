@@ -73,6 +73,10 @@ impl FuseCarrier for Request<'_, '_> {
         self.chain.is_resubmitted()
     }
 
+    fn may_park(&self) -> bool {
+        self.chain.may_park()
+    }
+
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
         let (port, token) = (Arc::clone(self.port), self.io.token());
         move |reply| port.reply(token, reply)

@@ -45,6 +45,10 @@ impl Server {
         request: &LockRequest,
         carrier: &mut impl FuseCarrier,
     ) -> Result<ServeOutcome> {
+        if !carrier.may_park() {
+            let outcome = self.setlk(cx, request, carrier);
+            return outcome.map_err(|errno| if errno == Errno::AGAIN { Errno::NOLCK } else { errno });
+        }
         let source = &self.share.source;
         let (lock, unique, negotiated) = (request.lock(cx.caller.session), cx.unique, *cx.session.negotiated());
         let (later, active) = (carrier.later(), DetachedRequest::new(self.active.take(), &self.share.metrics));

@@ -197,6 +197,10 @@ impl PackedRing {
         (wholly || !last.is_available(self.flags(last.index, Ordering::Acquire))).then_some(event.to_bits())
     }
 
+    pub(super) fn size(&self) -> u16 {
+        self.size
+    }
+
     #[inline]
     pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<PopOutcome, RingError> {
         chain.clear();

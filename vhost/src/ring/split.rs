@@ -147,6 +147,10 @@ impl SplitRing {
         ENTRIES + 2 * usize::from(self.size)
     }
 
+    pub(super) fn size(&self) -> u16 {
+        self.size
+    }
+
     #[inline]
     pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<PopOutcome, RingError> {
         chain.clear();

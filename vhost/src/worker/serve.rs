@@ -81,6 +81,8 @@ impl<H: QueueHandler> Worker<H> {
             match popped {
                 Ok(PopOutcome::Chain) => {
                     running.spurious_kicks = 0;
+                    // A driver without indirect descriptors has three or four for a chain.
+                    self.chain.may_park = self.slots.parked() < usize::from(running.ring.size() / 4);
                     return true;
                 }
                 Ok(PopOutcome::Empty) => return false,

@@ -75,6 +75,10 @@ impl FuseCarrier for RingCarrier<'_> {
         0
     }
 
+    fn may_park(&self) -> bool {
+        self.queue.may_park()
+    }
+
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
         let (queue, index, generation) = (Arc::clone(self.queue), self.index, self.generation);
         let unique = self.block.states[self.slot].unique.load(Ordering::Relaxed);

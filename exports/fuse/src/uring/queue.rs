@@ -178,6 +178,11 @@ impl Queue {
         parked + kept + delayed + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
     }
 
+    /// Whether one more request may wait for an external event: no more than half of all entries may.
+    pub(super) fn may_park(&self) -> bool {
+        usize::try_from(self.parked.load(Ordering::Relaxed)).unwrap_or(0) < BLOCKS_MAX * self.depth / 2
+    }
+
     /// An entry's block and its place in it.
     pub(super) fn entry(&self, index: usize) -> Option<(&Block, usize)> {
         let block = self.blocks.get(index / self.depth)?.get()?;
