@@ -153,7 +153,10 @@ impl NotifyThread {
         match job {
             Job::All => {
                 tracing::debug!("too many changes to send one by one: the kernel drops all cached data");
+                // First: what becomes known from now on is looked up after the change.
+                let told = say(Message::Epoch);
                 self.shared.more(pending::of_all(self.known()));
+                told?;
             }
             Job::Names => say(Message::Epoch)?,
             Job::Removed(dir, name, ino) => return self.removed(dir, name.as_name(), ino, owner, counters),

@@ -345,8 +345,8 @@ impl Dir {
         let wake_fd = Arc::new(WakeFd::new()?);
         let (watched, kind) = match self.watch_file_system(ours) {
             Ok(watched) => (watched, WatchKind::FileSystem),
-            Err(WatchError::Host(errno)) => return Err(WatchError::Host(errno)),
             Err(why) => {
+                // Also if only the limit of groups is reached (`user.max_fanotify_groups`).
                 tracing::debug!("watching directories: {why}");
                 let max = self.options.watches_max.unwrap_or(inotify::DIRECTORIES_MAX);
                 (Watched::Directories(Box::new(Directories::new(max, Arc::clone(&wake_fd))?)), WatchKind::Directories)

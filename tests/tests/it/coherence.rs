@@ -261,7 +261,7 @@ fn too_many_changes_drop_all_caches() {
         ferry_skip::skip!("the kernel keeps {limit} events");
         return;
     }
-    let Some(mounted) = Mounted::with(&cell("always", false), &options(&[])) else { return };
+    let Some(mounted) = Mounted::with(&cell("always", false), &options(&["--watch", "always"])) else { return };
     let (host, seen) = (&mounted.below, &mounted.site.path);
     fs::write(host.join("old"), "old").unwrap();
     assert!(seen.join("old").exists() && !seen.join("new").exists());

@@ -426,6 +426,6 @@ mod tests {
         }
         jobs.extend(all(&shared));
         let data = |ino| Job::Data(ino, (0, u64::MAX));
-        assert_eq!(jobs, [Job::Names, data(Ino(2)), data(Ino(3)), data(Ino::ROOT)]);
+        assert_eq!(jobs, [data(Ino(2)), data(Ino(3)), data(Ino::ROOT)]);
     }
 }

@@ -62,10 +62,9 @@ impl Job {
     }
 }
 
-/// Returns the notifications that drop all of these inodes, as separate jobs, so that none delays another.
+/// Returns the notifications that drop the data of all of these inodes, as separate jobs, so that none delays another.
 pub(super) fn of_all(known: Vec<Ino>) -> impl Iterator<Item = Job> {
-    let data = known.into_iter().chain([Ino::ROOT]).map(|ino| Job::Data(ino, WHOLE));
-    std::iter::once(Job::Names).chain(data)
+    known.into_iter().chain([Ino::ROOT]).map(|ino| Job::Data(ino, WHOLE))
 }
 
 impl PendingNotifications {

@@ -141,6 +141,7 @@ pub(super) fn heard(
     tell: &mut impl FnMut(Change),
 ) {
     if event.mask & libc::FAN_Q_OVERFLOW != 0 {
+        index.heard.fetch_add(1, Ordering::AcqRel);
         tracing::debug!("the kernel's event queue has overflowed: clients drop all cached data");
         history.lost();
         return tell(Change::All);
@@ -178,5 +179,11 @@ mod tests {
         assert_eq!(index.heard(), before, "whoever makes a change of this process tells it");
         assert_eq!(told(0), 0, "no client knows the inode");
         assert_ne!(index.heard(), before);
+        // What was lost may be about any inode.
+        let before = index.heard();
+        let lost = Event { mask: libc::FAN_Q_OVERFLOW, pid: 0, target: None, entry: None, new_entry: None };
+        let mut told = Vec::new();
+        heard(&index, OwnChanges::Skip, &lost, &mut History::default(), &mut |change| told.push(change));
+        assert!(matches!(told[..], [Change::All]) && index.heard() != before);
     }
 }
