@@ -215,7 +215,7 @@ mod tests {
         let socket = Socket::bind(&directory.path().join("s")).expect("a free path");
         let listener = socket.listener().expect("a descriptor");
         listener.set_nonblocking(true).expect("a socket");
-        (ManagerSocket { socket, listener, clients: Vec::new() }, directory)
+        (ManagerSocket { socket, listener, paused: None, clients: Vec::new() }, directory)
     }
 
     fn connect(directory: &tempfile::TempDir) -> UnixStream {

@@ -158,7 +158,6 @@ impl NotifyThread {
                 self.shared.more(pending::of_all(self.known()));
                 told?;
             }
-            Job::Names => say(Message::Epoch)?,
             Job::Removed(dir, name, ino) => return self.removed(dir, name.as_name(), ino, owner, counters),
             Job::Entry(dir, name) => say(Message::Entry(dir, name.as_name()))?,
             Job::Unsure(dir, name) => say(Message::Expired(dir, name.as_name()))?,

@@ -28,10 +28,8 @@ pub(super) struct PendingNotifications {
 /// A notification for the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Job {
-    /// Anything may have changed. Told as [`of_all`] has it.
+    /// Anything may have changed: names, and what [`of_all`] has.
     All,
-    /// Any name may mean something else.
-    Names,
     /// A name that meant an inode was removed.
     Removed(Ino, NameBuf, Ino),
     /// A name means something else.
@@ -57,7 +55,7 @@ impl Job {
             | Self::Unsure(ino, _)
             | Self::Data(ino, _)
             | Self::Prune(ino) => Some(ino),
-            Self::Attributes(_) | Self::All | Self::Names | Self::PruneAll => None,
+            Self::Attributes(_) | Self::All | Self::PruneAll => None,
         }
     }
 }
@@ -120,7 +118,7 @@ impl PendingNotifications {
             Job::Unsure(dir, name) => {
                 self.unsure.insert((dir, name));
             }
-            Job::All | Job::Names => self.overflow = true,
+            Job::All => self.overflow = true,
             Job::Prune(_) | Job::PruneAll => {}
         }
         if self.overflow || self.len() > NOTES_MAX {
