@@ -54,7 +54,8 @@ pub(crate) struct Entry {
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Info<'a> {
-    compressed_diff_digest: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compressed_diff_digest: Option<&'a str>,
     compressed_size: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     diff_digest: Option<&'a str>,
@@ -82,10 +83,12 @@ impl Entry {
     /// Returns the record of the layer for engines.
     pub(crate) fn info(&self) -> Vec<u8> {
         // Nothing proves that the archive with this digest has the files of the table of contents, and engines would use it for
-        // layers of other images, too. Engines that look layers up by blob need it.
-        let diff_digest = (self.name == self.blob).then_some(&*self.diff_id);
+        // layers of other images, too. Engines that look layers up by blob need it. They want both digests or none: with the archive's
+        // alone they refuse other images that have it.
+        let is_by_blob = self.name == self.blob;
+        let diff_digest = is_by_blob.then_some(&*self.diff_id);
         let compression = if self.is_zstd { ZSTD } else { GZIP };
-        let (compressed_diff_digest, toc_digest) = (&*self.blob, &*self.toc);
+        let (compressed_diff_digest, toc_digest) = (is_by_blob.then_some(&*self.blob), &*self.toc);
         let compressed_size = self.bytes;
         let diff_size = self.diff_bytes.and_then(|bytes| bytes.try_into().ok()).unwrap_or(-1);
         let info = Info { compressed_diff_digest, compressed_size, diff_digest, diff_size, toc_digest, compression };

@@ -53,12 +53,15 @@ fn layers_are_found_by_their_table_of_contents_and_by_their_blob() {
             for digest in [&blob, &toc] {
                 let at = [name.as_str(), digest];
                 let info = tree.info(&at);
-                assert_eq!((&info["toc-digest"], &info["compressed-diff-digest"]), (&(*toc).into(), &(*blob).into()));
+                assert_eq!(info["toc-digest"], *toc);
                 assert_eq!(info["compressed-size"], layer.blob.len());
                 assert_eq!(info["compression"], if layer.media_type.ends_with("zstd") { 4 } else { 2 });
                 // Nothing proves that the archive has these files, so it is named only to those who need it.
                 let diff = (digest == &blob).then(|| sha256(&layer.plain));
                 assert_eq!(info.get("diff-digest").and_then(|digest| digest.as_str()), diff.as_deref());
+                // Engines refuse other images with a blob of which they know only the compressed digest.
+                let compressed = info.get("compressed-diff-digest").and_then(|digest| digest.as_str());
+                assert_eq!(compressed, (digest == &blob).then_some(&*blob));
                 assert_eq!(list(&tree, &at), ["diff", "info", "blob"]);
                 let file = |path: &[&str]| tree.read(&[&at[..], &["diff"], path].concat());
                 if number == 0 {
