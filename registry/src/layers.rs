@@ -329,7 +329,10 @@ fn shorten(remote: &Remote, container: &Container, directory: &Path) -> Result<(
     let count = container.layers.len();
     let mut manifest: Value = serde_json::from_slice(&container.bytes).map_err(invalid)?;
     let blobs = directory.join("blobs/sha256");
-    let Some(layers) = manifest["layers"].as_array_mut().filter(|layers| layers.len() > count) else { return Ok(()) };
+    let Some(layers) = manifest.get_mut("layers").and_then(Value::as_array_mut).filter(|layers| layers.len() > count)
+    else {
+        return Ok(());
+    };
     layers.truncate(count);
     let write = |path: &Path, bytes: &[u8]| with_path("write to", path, fs::write(path, bytes));
     let put = |document: &Value| {

@@ -4,7 +4,7 @@
 //! registry asks. It must outlive restarts: containers that run fetch data at any time. Only root can read it.
 
 use std::collections::BTreeMap;
-use std::fs::{OpenOptions, rename};
+use std::fs::{File, OpenOptions, rename};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -63,7 +63,8 @@ impl Credentials {
         let text = serde_json::json!({"auths": {&self.repository: {"auth": self.basic}}}).to_string();
         let mut options = OpenOptions::new();
         let created = options.write(true).create(true).truncate(true).mode(0o600).open(&new);
-        created.and_then(|mut created| created.write_all(text.as_bytes())).doing("write to", &new)?;
+        let write = |mut created: File| created.write_all(text.as_bytes()).and_then(|()| created.sync_all());
+        created.and_then(write).doing("write to", &new)?;
         rename(&new, &file).doing("create", file)
     }
 }
