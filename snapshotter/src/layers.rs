@@ -351,9 +351,12 @@ impl Layers {
         let packs: BTreeSet<Digest> =
             needed.union(incomplete).filter_map(|name| Digest::from_hex(Algorithm::Blake3, name.as_bytes())).collect();
         drop(Store::create(&self.directories.store())?);
-        let store = ExclusiveStore::lock(&self.directories.store(), &|| {
-            tracing::warn!("another process uses the store {}: waiting", self.directories.store().display());
-        })?;
+        // Another process, such as `ferry image du`, may use the store for any time.
+        let Some(store) = ExclusiveStore::try_lock(&self.directories.store())? else {
+            tracing::debug!("another process uses the store {}", self.directories.store().display());
+            self.note_garbage();
+            return Ok(());
+        };
         let live = LiveSet { packs, objects: BTreeSet::new() };
         let report = store.collect(&live, Duration::ZERO, false)?;
         // Packs that an ending process still has open are removed the next time.

@@ -381,6 +381,18 @@ impl Metadata {
         })
     }
 
+    /// Records the container image whose layers a snapshot without data is made of.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`]
+    pub fn set_remote(&self, name: &str, remote: RemoteLayers) -> Result<Record> {
+        self.change(name, |record| {
+            record.remote = Some(remote);
+            Ok(())
+        })
+    }
+
     /// Records the image of a layer and all below it.
     ///
     /// # Errors

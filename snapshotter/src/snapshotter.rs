@@ -235,10 +235,14 @@ impl Snapshotter {
         let _held = self.keys.hold(target);
         let is_known = |record: &Record| record.remote.is_some() && record.parent == *parent;
         match (self.metadata.get(target), self.metadata.get(key)) {
-            // It may belong to another image, without the data of these layers.
             (Ok(known), _) => {
-                let is_had = |remote: &RemoteLayers| self.lazy.has(remote) || self.starts_lazily(request, parent);
-                return Ok(is_known(&known) && known.remote.as_ref().is_some_and(is_had));
+                if !is_known(&known) || known.remote.as_ref().is_some_and(|remote| self.lazy.has(remote)) {
+                    return Ok(is_known(&known));
+                }
+                // It may belong to another image, whose registry may not be there any more.
+                let Some(remote) = self.find_lazy(request, parent)? else { return Ok(false) };
+                self.metadata.set_remote(target, remote)?;
+                return Ok(true);
             }
             (_, Ok(_)) => return Err(Error::AlreadyExists(key.clone())),
             _ => {}
@@ -255,10 +259,6 @@ impl Snapshotter {
 
     fn find_lazy(&self, request: &Request, parent: &str) -> Result<Option<RemoteLayers>> {
         Ok(self.lazy.find(request, self.metadata.chain(parent)?.len()))
-    }
-
-    fn starts_lazily(&self, request: &Request, parent: &str) -> bool {
-        self.find_lazy(request, parent).is_ok_and(|found| found.is_some())
     }
 
     /// Adds a read-only snapshot; returns its mounts.
@@ -382,6 +382,13 @@ impl Snapshotter {
         }
         let recording = self.layers.recording();
         let (usage, image) = match self.layers.applied(record.id)? {
+            Some(_) if record.parent.is_empty() && !parent.is_empty() => {
+                let why = format!(
+                    "snapshot {key} was unpacked without a layer below, so what its layer removes is not known, and cannot be \
+                     committed with the parent {parent}: do not set `rebase` for this snapshotter in containerd's configuration"
+                );
+                return Err(Error::FailedPrecondition(why));
+            }
             Some(Applied { usage, image }) => {
                 self.layers.adopt(record.id, &image)?;
                 (usage, Some(image))

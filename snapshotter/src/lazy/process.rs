@@ -32,6 +32,8 @@ const END_TIME: Duration = Duration::from_secs(5);
 /// service manager starts it again.
 const RESTART_TIME: Duration = Duration::from_secs(30);
 const TICK: Duration = Duration::from_millis(2);
+/// The maximum time in which a process that runs answers a request of its mount.
+const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// The maximum time of a pull, also after the caller's timeout. The process's own limits end earlier.
 const PULL_TIME: Duration = Duration::from_secs(330);
 /// The maximum length of a report in bytes: a manifest has up to 4 MiB, of which each may be escaped.
@@ -77,9 +79,13 @@ pub fn mounted(at: &Path, process: &Path) -> Result<MountState> {
     on_thread(move || {
         let _ = sender.send(statfs(&path).map(drop));
     });
+    let end = Instant::now() + ANSWER_TIME;
     loop {
         return match answer.recv_timeout(TICK) {
-            Err(RecvTimeoutError::Timeout) if runs(process) => continue,
+            Err(RecvTimeoutError::Timeout) if runs(process) && Instant::now() < end => continue,
+            Err(RecvTimeoutError::Timeout) if runs(process) => {
+                Err(Errno::TIMEDOUT).doing("wait for the process that serves", at)
+            }
             Err(_) | Ok(Err(Errno::NOTCONN | Errno::CONNABORTED)) => Ok(MountState::Dead),
             Ok(found) => found.doing("inspect", at).map(|()| MountState::Fuse),
         };

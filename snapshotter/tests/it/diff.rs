@@ -15,7 +15,7 @@ use flate2::write::GzEncoder;
 use rustix::fs::{XattrFlags, setxattr};
 use tonic::Code;
 
-use crate::client::{Answer, Client};
+use crate::client::{Answer, Client, root_label};
 use crate::lazy_place::noise;
 use crate::server::{Mounted, Server, can_mount};
 use crate::toc_layers::{Layer, sha256};
@@ -290,6 +290,44 @@ fn an_unpacked_layer_is_committed_or_removed_and_nothing_else() {
     let mounts = client.prepare("a", "").unwrap();
     send(&mut client, request(&server, &layer, &mounts)).unwrap();
     client.remove("a").unwrap();
+    client.cleanup().unwrap();
+    assert_eq!(left(&server), [""; 0]);
+}
+
+/// What it removes is not known any more, and would be there again.
+#[test]
+fn a_layer_that_was_unpacked_for_no_parent_gets_none_later() {
+    let Some(mut server) = start("require", "c-root") else { return };
+    let mut client = server.client();
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join(".wh.gone"), "").unwrap();
+    let plain = archive(directory.path(), &[], &[".wh.gone"]);
+    let layer = layer(plain.clone(), gzip(&plain), GZIP);
+    for (key, parent) in [("below", ""), ("above", "")] {
+        let mounts = client.prepare(key, parent).unwrap();
+        send(&mut client, request(&server, &layer, &mounts)).unwrap();
+    }
+    client.commit("layer-below", "below").unwrap();
+    let refused = client.commit_with("layer-above", "above", "layer-below", root_label()).unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert!(refused.message().contains("rebase"), "{refused}");
+    client.commit("layer-above", "above").unwrap();
+}
+
+/// `ferry image du` and others may use it for as long as they like, and containerd's database is locked meanwhile.
+#[test]
+fn a_store_that_another_process_uses_keeps_nothing_waiting() {
+    let Some(mut server) = start("require", "c-root") else { return };
+    let mut client = server.client();
+    let layer = large();
+    let mounts = client.prepare("key", "").unwrap();
+    send(&mut client, request(&server, &layer, &mounts)).unwrap();
+    client.commit("layer", "key").unwrap();
+    client.remove("layer").unwrap();
+    let used = ferry_image::Store::open(&server.root().join("store")).unwrap();
+    client.cleanup().unwrap();
+    assert_ne!(left(&server), [""; 0], "they may be in use");
+    drop(used);
     client.cleanup().unwrap();
     assert_eq!(left(&server), [""; 0]);
 }

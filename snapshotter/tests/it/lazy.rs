@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -490,6 +491,29 @@ fn layers_of_other_images_are_believed_only_if_they_can_be_had() {
     // It exists after its first use.
     client.view("view", "sha256:chain-0").unwrap();
     assert_eq!(place.prepare(&mut client, 0, "", labels), Ok(()));
+}
+
+/// An image of another repository has the lowest layer, too, of which the first pull had no data, and the first repository is gone.
+#[test]
+fn layers_without_data_are_those_of_the_last_pull() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::new(layers(Format::Estargz));
+    let mut client = place.server.client();
+    assert_eq!(place.prepare(&mut client, 0, "", place.labels(0)), Ok(()));
+    place.fake.fault(|_, _| Reply::of(403, "no"));
+    place.fake = Arc::new(Fake::start());
+    let mut upper = Writer::new(Format::Estargz, &[128 << 10]);
+    upper.file("own", &noise(6, 20_000));
+    place.layers.truncate(1);
+    place.layers.extend(without_tables(vec![upper.finish()]));
+    place.manifest = place.push("1");
+    assert_eq!(place.prepare(&mut client, 0, "", place.labels(0)), Ok(()));
+    let mut labels = place.labels(1);
+    labels.insert("containerd.io/snapshot.ref".into(), "sha256:chain-other".into());
+    let mounts = place.prepare(&mut client, 1, "sha256:chain-0", labels).expect_err("it has no table");
+    assert_eq!(Mounted::of(&mounts).path().join("small").metadata().unwrap().len(), 20_000);
 }
 
 /// An image that was converted is used where that is allowed, whatever its layers are.

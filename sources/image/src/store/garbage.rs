@@ -96,17 +96,37 @@ impl ExclusiveStore {
     ///
     /// There is none, or it is read-only.
     pub fn lock(directory: &Path, waiting: &dyn Fn()) -> Result<Self> {
+        let (lock, path) = Self::lock_file(directory)?;
+        if !Self::is_locked(&lock, &path)? {
+            waiting();
+            rustix::fs::flock(&lock, FlockOperation::LockExclusive).doing("lock", &path)?;
+        }
+        Ok(Self { directory: directory.into(), _lock: lock })
+    }
+
+    /// As [`Self::lock`], without waiting: returns `None` if another process uses the store.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::lock`].
+    pub fn try_lock(directory: &Path) -> Result<Option<Self>> {
+        let (lock, path) = Self::lock_file(directory)?;
+        Ok(Self::is_locked(&lock, &path)?.then(|| Self { directory: directory.into(), _lock: lock }))
+    }
+
+    fn lock_file(directory: &Path) -> Result<(File, PathBuf)> {
         packs::is_store(directory)?;
         let path = layout::lock_path(directory);
         let lock = layout::lockable(File::options().create(true).append(true), &path).doing("open", &path)?;
-        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) => {
-                waiting();
-                rustix::fs::flock(&lock, FlockOperation::LockExclusive).doing("lock", &path)?;
-            }
-            outcome => outcome.doing("lock", &path)?,
+        Ok((lock, path))
+    }
+
+    /// Locks the file, unless another process has.
+    fn is_locked(lock: &File, path: &Path) -> Result<bool> {
+        match rustix::fs::flock(lock, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => Ok(false),
+            outcome => outcome.doing("lock", path).map(|()| true),
         }
-        Ok(Self { directory: directory.into(), _lock: lock })
     }
 
     /// Removes everything except referenced packs and objects, and those made or used within the grace period: their

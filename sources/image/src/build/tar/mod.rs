@@ -104,7 +104,7 @@ pub(super) struct FileBytes {
 
 impl FileBytes {
     pub(super) fn within(max: Option<u64>) -> Self {
-        Self { sum: 0, max: max.unwrap_or(FILE_BYTES_MAX) }
+        Self { sum: 0, max: max.map_or(FILE_BYTES_MAX, |max| max.min(FILE_BYTES_MAX)) }
     }
 
     pub(super) fn add(&mut self, bytes: u64) -> std::result::Result<(), Refusal> {
