@@ -118,6 +118,13 @@ impl BlockingPool {
         drop(state);
         self.0.changed.notify_one();
     }
+
+    /// As [`Self::run`], for a job that nobody needs: it is dropped if as many wait as there are threads.
+    pub fn run_if_short(&self, job: impl FnOnce() + Send + 'static) {
+        if lock(&self.0.state).jobs.len() < THREADS_MAX {
+            self.run(job);
+        }
+    }
 }
 
 impl BlockingPool {
@@ -208,6 +215,20 @@ mod tests {
         assert!(lock(&blocking_pool.0.state).threads.len() <= THREADS_MAX + 1);
         drop(blocking_pool);
         assert_eq!(done.load(Ordering::Relaxed), 100);
+    }
+
+    #[test]
+    fn jobs_that_nobody_needs_do_not_pile_up() {
+        let blocking_pool = BlockingPool::default();
+        let (keep, blocked) = std::sync::mpsc::channel::<()>();
+        let blocked = Arc::new(Mutex::new(blocked));
+        for _ in 0..1000 {
+            let blocked = Arc::clone(&blocked);
+            blocking_pool.run_if_short(move || drop(lock(&blocked).recv()));
+        }
+        assert!(lock(&blocking_pool.0.state).jobs.len() <= THREADS_MAX);
+        drop(keep);
+        assert_eq!(blocking_pool.close(PATIENCE), 0);
     }
 
     #[test]

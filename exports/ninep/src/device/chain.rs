@@ -76,6 +76,6 @@ impl NinepCarrier for Request<'_, '_> {
 
     /// The worker has other requests to serve.
     fn read_ahead(&mut self, blocking_pool: &BlockingPool, ahead: ReadAhead) {
-        blocking_pool.run(move || ahead.ask());
+        blocking_pool.run_if_short(move || ahead.ask());
     }
 }

@@ -17,6 +17,9 @@ const SHARD_BLOCKS_MIN: u64 = 4096;
 /// The maximum number of shards; more CPUs share them.
 const SHARDS_MAX: u64 = 64;
 
+/// How often reserved blocks are searched for.
+const SEARCHES_MAX: usize = 100;
+
 /// The free blocks of one tier.
 #[derive(Debug)]
 pub(crate) struct Allocator {
@@ -65,8 +68,21 @@ impl Allocator {
     /// Takes `count` blocks or none, in as few runs as possible, from `goal` if that is free, else in the shard of
     /// `cpu`.
     pub(crate) fn take(&self, count: u64, goal: Option<u64>, cpu: usize) -> Option<Vec<Run>> {
-        // Reserving the number first guarantees that the search below succeeds.
+        // So many are free for this caller, wherever they are.
         self.free.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |free| free.checked_sub(count)).ok()?;
+        for _ in 0..SEARCHES_MAX {
+            if let Some(taken) = self.search(count, goal, cpu) {
+                return Some(taken);
+            }
+            // Others have freed blocks in shards that were searched already, and taken those of later ones.
+            std::thread::yield_now();
+        }
+        self.free.fetch_add(count, Ordering::AcqRel);
+        None
+    }
+
+    /// Takes reserved blocks, or none if they are in other places than when the search began.
+    fn search(&self, count: u64, goal: Option<u64>, cpu: usize) -> Option<Vec<Run>> {
         let mut taken: Vec<Run> = Vec::new();
         let mut missing = count;
         if let Some(goal) = goal.filter(|goal| self.contains(Run { block: *goal, count: 1 }))
@@ -90,9 +106,7 @@ impl Allocator {
             }
         }
         if missing > 0 {
-            // Another thread is between its reservation and taking or returning its blocks.
             self.put_back(&taken);
-            self.free.fetch_add(count, Ordering::AcqRel);
             return None;
         }
         Some(taken)
@@ -233,6 +247,29 @@ mod tests {
         let rest = allocator.take(4_500, None, 3).unwrap();
         assert!(rest.iter().any(|run| shard_of(run) == 3) && rest.iter().any(|run| shard_of(run) != 3), "{rest:?}");
         assert_eq!(Allocator::new(0, 20_000, 64).shards.len(), 4, "shards are not smaller than is useful");
+    }
+
+    #[test]
+    fn what_is_free_can_be_taken_while_others_take_and_free() {
+        let allocator = Allocator::new(0, 64 * 1024, 4);
+        // In single blocks, so that a search takes long.
+        let all = allocator.take(64 * 1024, None, 0).unwrap();
+        assert_eq!(all.iter().map(|run| run.count).sum::<u64>(), 64 * 1024);
+        (0..32 * 1024).for_each(|number| allocator.put(&[Run { block: 2 * number, count: 1 }]));
+        std::thread::scope(|scope| {
+            for cpu in 0..4 {
+                let allocator = &allocator;
+                scope.spawn(move || {
+                    for round in 0..100 {
+                        // Together never more than are free.
+                        let taken = allocator.take(8 * 1024, None, cpu + round).expect("so many are free");
+                        assert_eq!(taken.iter().map(|run| run.count).sum::<u64>(), 8 * 1024);
+                        taken.iter().for_each(|run| allocator.put(std::slice::from_ref(run)));
+                    }
+                });
+            }
+        });
+        assert_eq!(allocator.free_blocks(), 32 * 1024);
     }
 
     #[test]
