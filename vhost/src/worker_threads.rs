@@ -21,6 +21,9 @@ pub(crate) type DevicePort<D> = Arc<Port<<<D as Device>::Handler as QueueHandler
 /// How often a thread that cannot be set up for a takeover retries.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
+/// The maximum number of threads that have taken over a worker's queues: all but one of them are blocked.
+const TAKEOVERS_MAX: usize = 64;
+
 /// The state that the workers of one connection share.
 pub(crate) struct WorkerShared {
     pub(crate) threads: Arc<Threads>,
@@ -84,12 +87,19 @@ impl<D: Device> WorkerThreads<D> {
         let takeover = Arc::new_cyclic(|takeover: &Weak<Takeover<D::Handler>>| {
             let (takeover, worker_threads, threads) =
                 (Weak::clone(takeover), Arc::clone(self), Arc::clone(&common.threads));
+            // Those that run, each with its permit.
+            let running = Arc::new(());
             let start = move |seen| {
-                let (takeover, worker_threads) = (takeover.clone(), Arc::clone(&worker_threads));
+                let (takeover, worker_threads, permit) =
+                    (takeover.clone(), Arc::clone(&worker_threads), Arc::clone(&running));
+                if Arc::strong_count(&running) > TAKEOVERS_MAX + 1 {
+                    return Err(std::io::Error::other(format!("{TAKEOVERS_MAX} threads are blocked already")));
+                }
                 threads.spawn(worker_threads.options().name, move || {
                     if let Some(takeover) = takeover.upgrade() {
                         worker_threads.take_over(takeover, seen);
                     }
+                    drop(permit);
                 })
             };
             Takeover::new(Arc::clone(&self.port), common.monitor_handle.clone(), Arc::clone(&common.slow), pool, start)
