@@ -227,3 +227,46 @@ fn unavailable_features_are_reported() {
         assert_nothing_left(&at);
     }
 }
+
+/// Each keeps an entry of its CPU's ring, and without a free one the unlock would not arrive.
+const MANY_WAITERS: &str = r#"
+import errno, fcntl, os, resource, sys, threading, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+threading.stack_size(64 << 10)
+path, count = sys.argv[1], 2200
+holder = open(path, 'w')
+fcntl.flock(holder, fcntl.LOCK_EX)
+refused, got, tried = [], [], threading.Semaphore(0)
+def wait():
+    with open(path) as file:
+        tried.release()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            got.append(1)
+        except OSError as error:
+            refused.append(error.errno)
+threads = [threading.Thread(target=wait) for _ in range(count)]
+for thread in threads: thread.start()
+for _ in threads: tried.acquire()
+end = time.time() + 5
+while not refused and time.time() < end: time.sleep(0.01)
+os.stat(os.path.dirname(path))
+fcntl.flock(holder, fcntl.LOCK_UN)
+for thread in threads: thread.join()
+assert len(got) + len(refused) == count and len(got) > 500, (len(got), len(refused))
+assert set(refused) == {errno.ENOLCK}, set(refused)
+"#;
+
+#[test]
+fn as_many_waiting_locks_as_entries_leave_room_for_the_unlock() {
+    let cell: Cell = "dir_uring_none".parse().unwrap();
+    let Some(mounted) = Mounted::with(&cell, &MountOptions::default()) else { return };
+    let file = mounted.site.path.join("file");
+    fs::write(&file, "").unwrap();
+    let mut command = Command::new("timeout");
+    command.args(["--signal=KILL", "120", "python3", "-c", MANY_WAITERS]).arg(&file);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    mounted.finish();
+}
