@@ -216,7 +216,7 @@ fn appends_are_made_one_by_one_in_their_order() {
         let flags = OFlags::CREATE | OFlags::RDWR | OFlags::APPEND;
         let fd = rustix::fs::open(dir.join("file"), flags, rustix::fs::Mode::from(0o600)).unwrap();
         let file = Arc::new(Backing::appending(fd));
-        let mut source: Vec<u8> = (0..64 * 512).map(|n| (n / 512) as u8).collect();
+        let mut source: Vec<u8> = (0..64u8).flat_map(|n| [n; 512]).collect();
         for (index, piece) in source.chunks_mut(512).enumerate() {
             // SAFETY: `source` outlives the run.
             unsafe { transfers.queue(index as u64, WRITE, Arc::clone(&file), 512 * index as u64, segments(piece, 1)) };
