@@ -31,6 +31,10 @@ use crate::idmapped;
 use crate::metadata::LayerImage;
 use crate::mounted;
 use crate::overlay;
+use crate::usage;
+
+/// The maximum size of a layer's files in bytes, holes included, which are hashed like data.
+const FILE_BYTES_MAX: u64 = 1 << 40;
 
 /// The images of layers.
 #[derive(Debug)]
@@ -148,6 +152,12 @@ impl Layers {
 
     fn try_build(&self, id: u64) -> Result<LayerImage> {
         let upper = self.directories.upper(id);
+        let bytes = usage::file_bytes(&upper)?;
+        if bytes > FILE_BYTES_MAX {
+            let why =
+                format!("its files have {bytes} bytes, holes included, and those of an image {FILE_BYTES_MAX} at most");
+            return Err(Error::FailedPrecondition(why));
+        }
         let _building = lock(&self.building);
         // Remains of a commit with an unknown outcome.
         self.remove_image(id)?;

@@ -25,6 +25,8 @@ struct Count {
     linked: HashSet<(u64, u64)>,
     blocks: u64,
     inodes: u64,
+    /// The lengths of files in bytes, holes included.
+    file_bytes: u64,
 }
 
 impl Count {
@@ -33,6 +35,9 @@ impl Count {
         if is_directory(found) || found.st_nlink == 1 || is_first() {
             self.blocks += u64::try_from(found.st_blocks).unwrap_or_default();
             self.inodes += 1;
+            if FileType::from_raw_mode(found.st_mode) == FileType::RegularFile {
+                self.file_bytes = self.file_bytes.saturating_add(u64::try_from(found.st_size).unwrap_or_default());
+            }
         }
     }
 
@@ -76,6 +81,22 @@ fn is_directory(found: &Stat) -> bool {
 ///
 /// A directory cannot be listed, or is more than 4096 levels deep.
 pub fn of(root: &Path) -> Result<Usage> {
+    let count = count(root)?;
+    let bytes = count.blocks.saturating_mul(BLOCK_BYTES);
+    let inodes = i64::try_from(count.inodes).unwrap_or(i64::MAX);
+    Ok(Usage { bytes: i64::try_from(bytes).unwrap_or(i64::MAX), inodes })
+}
+
+/// As [`of`]; returns the sum of the lengths of all files in bytes, holes included.
+///
+/// # Errors
+///
+/// As for [`of`].
+pub fn file_bytes(root: &Path) -> Result<u64> {
+    Ok(count(root)?.file_bytes)
+}
+
+fn count(root: &Path) -> Result<Count> {
     let mut count = Count::default();
     let here = openat(CWD, root, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
     let here = here.doing("inspect", root)?;
@@ -94,9 +115,7 @@ pub fn of(root: &Path) -> Result<Usage> {
             levels.push(level);
         }
     }
-    let bytes = count.blocks.saturating_mul(BLOCK_BYTES);
-    let inodes = i64::try_from(count.inodes).unwrap_or(i64::MAX);
-    Ok(Usage { bytes: i64::try_from(bytes).unwrap_or(i64::MAX), inodes })
+    Ok(count)
 }
 
 #[cfg(test)]
@@ -118,6 +137,8 @@ mod tests {
         let usage = of(directory.path()).unwrap();
         assert_eq!(usage.inodes, 4);
         assert!((100_000..150_000).contains(&usage.bytes), "{usage:?}");
+        fs::File::create(at("hole")).unwrap().set_len(1 << 42).unwrap();
+        assert_eq!(file_bytes(directory.path()).unwrap(), 100_000 + (1 << 42));
         assert!(of(&at("none")).is_err());
     }
 }

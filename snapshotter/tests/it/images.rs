@@ -61,6 +61,23 @@ fn layers_share_files_and_directories_are_removed() {
     assert_eq!(space(&packs), 0, "nothing is needed any more");
 }
 
+/// All of it would have to be hashed, and nothing else be committed meanwhile.
+#[test]
+fn a_layer_of_large_holes_stays_a_directory() {
+    let Some(mut server) = server() else { return };
+    let mut client = server.client();
+    let mounted = Mounted::of(&client.prepare("a", "").unwrap());
+    let hole = fs::File::create(mounted.path().join("hole")).unwrap();
+    if hole.set_len(1 << 41).is_err() {
+        return ferry_skip::skip!("this file system has no files of 2 TiB");
+    }
+    drop((hole, mounted));
+    client.commit("layer", "a").unwrap();
+    assert!(!server.root().join("snapshots/2/layer").exists() && server.root().join("snapshots/2/fs").exists());
+    let mounted = Mounted::of(&client.view("v", "layer").unwrap());
+    assert_eq!(mounted.path().join("hole").metadata().unwrap().len(), 1 << 41);
+}
+
 /// containerd/containerd issue 10548: people look for space by hand. `ferry image gc` cannot know what leases and pulls hold.
 #[test]
 fn nothing_is_removed_from_the_store_by_hand() {
