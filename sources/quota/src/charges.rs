@@ -135,6 +135,11 @@ impl Charges {
         Some(Held { charges: self, ino, charge: Some(charge) })
     }
 
+    /// Returns whether an inode has a charge and no name.
+    pub(crate) fn is_orphan(&self, ino: Ino) -> bool {
+        read(self.shard(ino)).get(&ino.0).is_some_and(|charge| charge.is_orphan())
+    }
+
     /// Returns the charge of an inode. A new one begins with what `measure` finds, before the caller changes the inode.
     pub(crate) fn begin(&self, ino: Ino, measure: impl FnOnce() -> Result<i64>) -> Result<Held<'_>> {
         if let Some(held) = self.get(ino) {

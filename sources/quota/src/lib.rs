@@ -181,9 +181,9 @@ impl Quota {
     /// Ends the use of a charge. The last user of an inode without a name releases its room.
     fn put_back(&self, held: Held<'_>) {
         let ino = held.ino;
-        let is_orphan = held.charge().is_orphan();
         drop(held);
-        if is_orphan {
+        // Afterwards: who removed the last name before leaves the room to the last user.
+        if self.charges.is_orphan(ino) {
             self.collect(ino);
         }
     }
@@ -317,8 +317,8 @@ impl FileSystem for Quota {
         flags: XattrFlags,
         clear_sgid: bool,
     ) -> Result<()> {
-        let held = self.hold(cx, ino)?;
         let reservation = self.reserve_bytes((name.len() + value.len()) as u64)?;
+        let held = self.hold(cx, ino)?;
         // A shorter value may free a block.
         let _removal = self.removals.begin();
         let set = self.source.setxattr(cx, ino, name, value, flags, clear_sgid);

@@ -82,7 +82,13 @@ impl Quota {
     pub(crate) fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let room = self.reserve_bytes(BLOCK)?;
         let held_dir = self.hold(cx, dir)?;
-        let held = self.hold(cx, ino)?;
+        let held = match self.hold(cx, ino) {
+            Ok(held) => held,
+            Err(errno) => {
+                self.put_back(held_dir);
+                return Err(errno);
+            }
+        };
         let _names = self.lock_names(dir);
         let linked = {
             let _removal = self.removals.begin();
