@@ -73,19 +73,21 @@ mod tests {
         return_large_buffers();
         let before = anonymous_bytes();
         // One for each arena of glibc.
-        let threads: Vec<_> = (0..8)
-            .map(|_| {
-                std::thread::spawn(|| {
+        let [dropped, measured] = [(); 2].map(|()| std::sync::Barrier::new(9));
+        let after = std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
                     drop(std::hint::black_box(vec![1_u8; 8 << 20]));
                     drop(std::hint::black_box(vec![1_u8; 4 << 20]));
-                    std::thread::park();
-                })
-            })
-            .collect();
-        std::thread::sleep(std::time::Duration::from_millis(300));
-        let after = anonymous_bytes();
-        threads.iter().for_each(|thread| thread.thread().unpark());
-        threads.into_iter().for_each(|thread| thread.join().expect("it ends"));
+                    dropped.wait();
+                    measured.wait();
+                });
+            }
+            dropped.wait();
+            let after = anonymous_bytes();
+            measured.wait();
+            after
+        });
         assert!(after < before + (4 << 20), "{before} bytes before, {after} after");
     }
 
