@@ -117,6 +117,10 @@ pub(crate) enum Found {
 ///
 /// What is wrong with it.
 pub(crate) fn parse(bytes: Vec<u8>) -> Result<Found, String> {
+    // A list would be taken for the fields in their order.
+    if bytes.trim_ascii_start().first() != Some(&b'{') {
+        return Err("it is no JSON object".into());
+    }
     let document: Document = serde_json::from_slice(&bytes).map_err(|error| excerpt(&error.to_string()))?;
     if let Some(manifests) = document.manifests {
         return pick(&manifests).map(Found::Index);
@@ -207,6 +211,7 @@ mod tests {
     fn documents_that_are_wrong_are_refused() {
         for (document, expected) in [
             (json!({}), "no configuration"),
+            (json!([null, null, {"digest": digest("1"), "size": 1}]), "no JSON object"),
             (json!({"config": {"digest": "sha512:00", "size": 1}}), "no digest by SHA-256"),
             (json!({"config": {"digest": digest("1"), "size": -1}}), "invalid value"),
             (
