@@ -363,7 +363,10 @@ impl Layers {
         drop(Store::create(&self.directories.store())?);
         // Another process, such as `ferry image du`, may use the store for any time.
         let Some(store) = ExclusiveStore::try_lock(&self.directories.store())? else {
-            tracing::debug!("another process uses the store {}", self.directories.store().display());
+            tracing::info!(
+                "another process uses the store {}: it is cleaned up later",
+                self.directories.store().display()
+            );
             self.note_garbage();
             return Ok(());
         };

@@ -8,6 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, LazyLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -34,6 +35,8 @@ const RESTART_TIME: Duration = Duration::from_secs(30);
 const TICK: Duration = Duration::from_millis(2);
 /// The maximum time in which a process that runs answers a request of its mount.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
+/// The maximum number of threads that wait for such an answer.
+const WAITING_MAX: usize = 64;
 /// The maximum time of a pull, also after the caller's timeout. The process's own limits end earlier.
 const PULL_TIME: Duration = Duration::from_secs(330);
 /// The maximum length of a report in bytes: a manifest has up to 4 MiB, of which each may be escaped.
@@ -73,11 +76,18 @@ pub fn mounted(at: &Path, process: &Path) -> Result<MountState> {
     if !runs(process) {
         return Ok(MountState::Dead);
     }
+    // Each waits until its process answers, which may be never.
+    static WAITING: LazyLock<Arc<()>> = LazyLock::new(Arc::default);
+    let waiting = Arc::clone(&WAITING);
+    if Arc::strong_count(&waiting) > WAITING_MAX {
+        return Err(Errno::TIMEDOUT).doing("wait for the process that serves", at);
+    }
     // Attributes can come from the kernel's cache; this cannot. If the process is killed meanwhile, the request waits for the next one.
     let (sender, answer) = channel();
     let path = at.to_owned();
     on_thread(move || {
         let _ = sender.send(statfs(&path).map(drop));
+        drop(waiting);
     });
     let end = Instant::now() + ANSWER_TIME;
     loop {
