@@ -10,7 +10,7 @@ use ferry_mem::pmem::{Media, Medium, Options, open_media};
 use ferry_vfs::{FileSystem, Ino};
 use pmem_common::{Recording, at, cx, name, put};
 
-/// A medium whose writes become durable only when it is let go.
+/// A medium whose first write becomes durable only when it is let go; later ones do not wait.
 #[derive(Debug)]
 struct Gated {
     inner: Arc<Recording>,
@@ -48,7 +48,9 @@ impl Medium for Gated {
         let mut gate = self.gate.lock().unwrap();
         gate.1 += 1;
         self.changed.notify_all();
-        gate = self.changed.wait_while(gate, |gate| gate.0).unwrap();
+        if gate.1 == 1 {
+            gate = self.changed.wait_while(gate, |gate| gate.0).unwrap();
+        }
         gate.1 -= 1;
         drop(gate);
         self.inner.persist(ranges)
@@ -77,6 +79,30 @@ fn fdatasync_waits_for_bytes_that_another_thread_is_syncing() {
         assert!(!early, "the bytes are not durable yet");
         assert_eq!(one.join().unwrap(), Ok(()));
         assert_eq!(all.join().unwrap(), Ok(()));
+    });
+}
+
+/// The other way round.
+#[test]
+fn syncfs_waits_for_bytes_that_an_fdatasync_has_taken() {
+    let inner = Recording::new(vec![0; 8 << 20], 0, None);
+    let medium = Arc::new(Gated { inner, gate: Mutex::default(), changed: Condvar::new() });
+    let image: Arc<dyn Medium> = Arc::clone(&medium) as _;
+    let fs = open_media(&Media { image, tier2: None }, &Options { commit: Some(Duration::ZERO), ..Options::default() })
+        .unwrap();
+    let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, &[1; 8192]).unwrap();
+    fs.fsync(&cx(), ino, handle, false).unwrap();
+    assert_eq!(fs.write(&cx(), &at(ino, handle, 0, 4096), &mut &[2; 4096][..]).unwrap().bytes(), Some(4096));
+    medium.close(true);
+    std::thread::scope(|scope| {
+        let one = scope.spawn(|| fs.fsync(&cx(), ino, handle, true).map(drop));
+        medium.await_waiter();
+        let all = scope.spawn(|| fs.syncfs(&cx(), Ino::ROOT));
+        std::thread::sleep(Duration::from_millis(200));
+        let early = all.is_finished();
+        medium.close(false);
+        assert_eq!((one.join().unwrap(), all.join().unwrap()), (Ok(()), Ok(())));
+        assert!(!early, "the bytes are not durable yet");
     });
 }
 
