@@ -250,6 +250,26 @@ mod tests {
         }
     }
 
+    /// As when no descriptor is left: the listener stays readable, and the manager must not try again and again.
+    #[test]
+    fn a_manager_that_cannot_accept_pauses() {
+        let (mut manager, directory) = socket();
+        // On it, accept(2) fails.
+        let (unusable, _other) = UnixStream::pair().expect("descriptors");
+        let listener = std::mem::replace(&mut manager.listener, std::os::fd::OwnedFd::from(unusable).into());
+        assert!(manager.requests(|_| true).is_empty());
+        assert_eq!(manager.descriptors().count(), 0);
+        assert!(manager.left().is_some_and(|left| left <= PAUSE));
+        let mut client = connect(&directory);
+        client.write_all(b"{\"do\":\"reload\",\"force\":true}\n").expect("it waits");
+        manager.listener = listener;
+        assert!(manager.requests(|_| true).is_empty(), "not yet");
+        std::thread::sleep(PAUSE);
+        assert_eq!(manager.left(), Some(Duration::ZERO));
+        assert_eq!(manager.requests(|_| true).len(), 1);
+        assert_eq!((manager.left(), manager.descriptors().count()), (None, 1));
+    }
+
     #[test]
     fn invalid_requests_and_other_users_are_refused_without_delay() {
         let (mut manager, directory) = socket();

@@ -272,4 +272,26 @@ mod tests {
         assert!(End::Signal(libc::SIGSYS).to_string().contains("seccomp"));
         assert_eq!(End::Signal(9).to_string(), "signal 9");
     }
+
+    /// Its number may be another process's by then.
+    #[test]
+    fn nothing_is_signalled_after_its_end() {
+        let sleep = || std::process::Command::new("sleep").arg("60").spawn().expect("a process");
+        let id = |process: &std::process::Child| Pid::from_child(process);
+        let (mut first, mut other) = (sleep(), sleep());
+        let (alive, _) = rustix::pipe::pipe().expect("descriptors");
+        let mut child = Child::new(id(&first), alive);
+        assert!(child.end().expect("it is a child").is_none());
+        child.signal(Signal::KILL);
+        while child.end().expect("it is a child").is_none() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        child.pid = id(&other);
+        child.signal(Signal::KILL);
+        let ends = |process: &mut std::process::Child| process.try_wait().ok().flatten().is_some();
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        let is_gone = ends(&mut other);
+        let _ = (other.kill(), other.wait(), first.wait());
+        assert!(!is_gone, "a process without guilt was killed");
+    }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, Ticket};
-use toy::{GATED, HELD, PANICS, PARKED, Toy, answers, ask, config, serve};
+use toy::{GATED, HELD, HERE, PANICS, PARKED, Toy, answers, ask, config, serve};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a gate stays shut where something is to wait for it.
@@ -110,6 +110,51 @@ fn past_the_budget_requests_wait_for_each_other_but_not_those_that_never_wait() 
     assert_eq!(asked.0.len(), usize::try_from(blocked).unwrap() + 1, "the odd one waits");
     drop(gate);
     asked.wait_for_all(&mut driver);
+}
+
+/// A guest that sends more requests that block the owner of the queue waits for its own.
+#[test]
+fn takeovers_of_a_queue_are_bounded() {
+    const TAKEOVERS_MAX: usize = 64;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    let toy = Toy { spares: SPARES, ..Toy::default() };
+    let _server = serve(&path, toy.clone());
+    let mut driver = Driver::connect(&path, Config { queue_size: 256, ..config() }).unwrap();
+    let gate = toy.gate.lock().unwrap();
+    let mut asked = Asked::default();
+    for number in 0..2 * TAKEOVERS_MAX as u64 {
+        asked.ask(&mut driver, GATED | HERE | (2 * number));
+    }
+    let at_gate = || toy.at_gate.load(Ordering::SeqCst);
+    wait_until("all takeovers are used", || at_gate() > TAKEOVERS_MAX);
+    std::thread::sleep(SHUT);
+    assert_eq!(at_gate(), TAKEOVERS_MAX + 1, "and the first thread");
+    drop(gate);
+    asked.wait_for_all(&mut driver);
+}
+
+/// Requests that wait for others, as those for a lock do, leave most of a queue for these.
+#[test]
+fn a_quarter_of_a_queue_may_be_parked() {
+    for packed in [false, true] {
+        let (_directory, toy, _server, mut driver) = started(packed);
+        let most = usize::from(config().queue_size / 4);
+        let mut asked = Asked::default();
+        for number in 0..most as u64 {
+            asked.ask(&mut driver, HELD | PARKED | number);
+        }
+        wait_until("they are parked", || toy.held() == most);
+        let more = HELD | PARKED | most as u64;
+        asked.ask(&mut driver, more);
+        assert_eq!(asked.wait(&mut driver), more, "it is not parked");
+        toy.release();
+        asked.wait_for_all(&mut driver);
+        asked.ask(&mut driver, more);
+        wait_until("there is room again", || toy.held() == 1);
+        toy.release();
+        asked.wait_for_all(&mut driver);
+    }
 }
 
 #[test]

@@ -16,7 +16,7 @@ const LATER: Duration = Duration::from_micros(300);
 /// Numbers from here on are parked, and get a reply after [`MUCH_LATER`].
 pub const PARKED: u64 = 1 << 63;
 const MUCH_LATER: Duration = Duration::from_millis(30);
-/// Added to a number: it gets a reply with [`Toy::release`].
+/// Added to a number: it gets a reply with [`Toy::release`], or at once if it is parked and may not be.
 pub const HELD: u64 = 1 << 62;
 /// Added to a number: the worker first waits for [`Toy::gate`].
 pub const GATED: u64 = 1 << 61;
@@ -24,6 +24,8 @@ pub const GATED: u64 = 1 << 61;
 pub const PANICS: u64 = 1 << 60;
 /// Added to such a number: the error handler panics, too, which ends the worker.
 pub const FATAL: u64 = 1 << 59;
+/// Added to a number that waits for the gate: it never leaves the thread that owns the queue.
+pub const HERE: u64 = 1 << 58;
 /// The byte of the configuration space that the driver may write.
 pub const WRITABLE_AT: u32 = 4;
 /// The number of queues, each with its own worker.
@@ -154,11 +156,11 @@ impl QueueHandler for Handler {
             self.toy.at_gate.fetch_add(1, Ordering::SeqCst);
             drop(self.toy.gate.lock());
         }
-        if number & HELD != 0 {
+        if number & HELD != 0 && (number < PARKED || chain.may_park()) {
             self.toy.held.lock().unwrap().push((Arc::clone(&self.port), io.token(), number));
             return if number < PARKED { ChainState::Later } else { ChainState::Parked };
         }
-        if number.is_multiple_of(2) {
+        if number.is_multiple_of(2) || number & HELD != 0 {
             return ChainState::Done(self.deliver(chain, number));
         }
         let (port, token) = (Arc::clone(&self.port), io.token());
@@ -185,7 +187,12 @@ impl QueueHandler for Handler {
         let mut bytes = [0; 8];
         chain.read_at(0, &mut bytes);
         let number = u64::from_le_bytes(bytes);
-        if number & GATED != 0 || !number.is_multiple_of(2) { Placement::Anywhere } else { Placement::Here }
+        let is_here = number & HERE != 0;
+        if !is_here && (number & GATED != 0 || !number.is_multiple_of(2)) {
+            Placement::Anywhere
+        } else {
+            Placement::Here
+        }
     }
 
     fn failed(&mut self, _: &Chain) -> u32 {

@@ -41,6 +41,9 @@ pub(super) struct ImageFile {
     /// The operations on the file, for tests of power failures.
     #[cfg(test)]
     pub(super) log: Mutex<Vec<Event>>,
+    /// The offset at which writes of tables fail; 0: none does.
+    #[cfg(test)]
+    pub(super) bad: std::sync::atomic::AtomicU64,
 }
 
 /// What was done to a file.
@@ -65,6 +68,8 @@ impl ImageFile {
             syncs: Syncs::default(),
             #[cfg(test)]
             log: Mutex::default(),
+            #[cfg(test)]
+            bad: std::sync::atomic::AtomicU64::default(),
         }
     }
 
@@ -132,6 +137,10 @@ impl ImageFile {
     }
 
     pub(super) fn write_table(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        #[cfg(test)]
+        if offset > 0 && offset == self.bad.load(std::sync::atomic::Ordering::Relaxed) {
+            return Err(rustix::io::Errno::IO.into());
+        }
         #[cfg(test)]
         self.note(Event::Write(offset, bytes.to_vec()));
         self.cached.write_all_at(bytes, offset)

@@ -1,9 +1,11 @@
-//! The states of an image after a power failure, which keeps any of the writes since the last `fdatasync`.
+//! The states of an image after a power failure, which keeps any of the writes since the last `fdatasync`, and after a
+//! failed write.
 
 use std::collections::HashMap;
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 
 use super::file::Event;
 use super::image::Image;
@@ -192,4 +194,31 @@ fn a_power_failure_loses_only_unflushed_writes() {
             check_counts(&image, &fs::read(&path).expect("the file"));
         }
     }
+}
+
+#[test]
+fn a_failed_write_of_the_l1_table_frees_no_linked_table() {
+    const L2_COVERS: u64 = 512 << 20;
+    let directory = tempfile::tempdir_in("/dev/shm").expect("a directory");
+    let path = directory.path().join("image");
+    create(&path, 4 * L2_COVERS, None);
+    let image = open(&path);
+    // Of two new L2 tables only the first is linked.
+    let second_entry = sync::read(&image.tables).l1_offset + 8;
+    image.file.bad.store(second_entry, Ordering::Relaxed);
+    let (at, data) = (L2_COVERS - 512, [7; 1024]);
+    assert!(image.write(&data, at).is_err());
+    image.file.bad.store(0, Ordering::Relaxed);
+    image.flush().expect("a flush");
+    image.write(&data, at).expect("a write");
+    // New clusters do not lie where the tables do.
+    for number in 1..8 {
+        image.write(&[0xaa; 512], number << 16).expect("a write");
+    }
+    image.flush().expect("a flush");
+    drop(image);
+    let image = open(&path);
+    let mut found = [0; 1024];
+    image.read(&mut found, at).expect("a read");
+    assert_eq!(found, data);
 }
