@@ -96,7 +96,9 @@ pub fn mounted(at: &Path, process: &Path) -> Result<MountState> {
             Err(RecvTimeoutError::Timeout) if runs(process) => {
                 Err(Errno::TIMEDOUT).doing("wait for the process that serves", at)
             }
-            Err(_) | Ok(Err(Errno::NOTCONN | Errno::CONNABORTED)) => Ok(MountState::Dead),
+            Err(RecvTimeoutError::Timeout) | Ok(Err(Errno::NOTCONN | Errno::CONNABORTED)) => Ok(MountState::Dead),
+            // No thread could be started.
+            Err(RecvTimeoutError::Disconnected) => Err(Errno::AGAIN).doing("inspect", at),
             Ok(found) => found.doing("inspect", at).map(|()| MountState::Fuse),
         };
     }
@@ -394,6 +396,8 @@ fn program(config: &LazyConfig) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use super::*;
 
     #[test]
@@ -415,6 +419,40 @@ mod tests {
         fs::write(&file, format!("{} {}", child.id(), started(child.id()).unwrap_or_default())).unwrap();
         child.wait().unwrap();
         assert!(!runs(&file));
+    }
+
+    #[test]
+    fn a_mount_whose_process_never_answers_is_an_error() {
+        use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+        let directory = tempfile::tempdir().unwrap();
+        let (at, process) = (directory.path().join("mount"), directory.path().join("process"));
+        fs::create_dir(&at).unwrap();
+        fs::write(&process, name(std::process::id())).unwrap();
+        let Ok(device) = fs::File::options().read(true).write(true).open("/dev/fuse") else {
+            return ferry_skip::skip!("no /dev/fuse");
+        };
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", device.as_raw_fd());
+        let options = std::ffi::CString::new(options).unwrap();
+        if mount("test", &at, "fuse", MountFlags::empty(), options.as_c_str()).is_err() {
+            return ferry_skip::skip!("only root can mount without a program");
+        }
+        let refusal = || mounted(&at, &process).map_err(|error| error.to_string());
+        let (waited, at_once) = thread::scope(|scope| {
+            let start = Instant::now();
+            let calls: Vec<_> = (0..WAITING_MAX).map(|_| scope.spawn(refusal)).collect();
+            thread::sleep(ANSWER_TIME / 2);
+            let at_once = (refusal(), start.elapsed());
+            (calls.into_iter().map(|call| call.join().unwrap()).collect::<Vec<_>>(), at_once)
+        });
+        drop(device);
+        let dead = mounted(&at, &process);
+        unmount(&at, UnmountFlags::DETACH).unwrap();
+        let is_timeout = |found: &std::result::Result<MountState, String>| {
+            found.as_ref().is_err_and(|error| error.contains("wait for the process that serves"))
+        };
+        assert!(waited.iter().all(is_timeout), "{waited:?}");
+        assert!(is_timeout(&at_once.0) && at_once.1 < ANSWER_TIME, "no more threads wait: {at_once:?}");
+        assert!(matches!(dead, Ok(MountState::Dead)), "{dead:?}");
     }
 
     #[test]
