@@ -45,7 +45,7 @@ impl Guard {
         reap();
         let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
         let picked = sys::pick(root).ok();
-        // SAFETY: the new process has one thread, and makes nothing but system calls: no allocation, no lock.
+        // SAFETY: the new process has one thread, and makes only system calls: no allocation, no lock.
         let process = unsafe { sys::fork(|| run(&read, picked.as_ref())) }?;
         Ok(Self { pipe: Some(write), process, last: Instant::now() })
     }

@@ -1,4 +1,4 @@
-//! Makes the system call of an event.
+//! Replays an event as a system call.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};

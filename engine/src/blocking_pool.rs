@@ -119,7 +119,7 @@ impl BlockingPool {
         self.0.changed.notify_one();
     }
 
-    /// As [`Self::run`], for a job that nobody needs: it is dropped if as many wait as there are threads.
+    /// As [`Self::run`], for an optional job: it is dropped if as many wait as there are threads.
     pub fn run_if_short(&self, job: impl FnOnce() + Send + 'static) {
         if lock(&self.0.state).jobs.len() < THREADS_MAX {
             self.run(job);

@@ -69,8 +69,8 @@ impl std::fmt::Debug for Member {
 }
 
 impl Member {
-    /// To be asked by the window when it begins with [`Window::shorten`]: whether it was late, and has missed others since.
-    /// Then it is to compare all that it has mapped with [`Windows::limit`] and the files' lengths.
+    /// Returns whether the window was late and has missed other shortenings. Call it at the start of [`Window::shorten`]; if true,
+    /// compare all that is mapped with [`Windows::limit`] and the files' lengths.
     pub fn take_missed(&self) -> bool {
         self.late.swap(false, Ordering::SeqCst)
     }
@@ -252,8 +252,8 @@ impl Windows {
         }
     }
 
-    /// To be called before a file is made as short as `end` on behalf of this session, with no lock in hand that
-    /// [`ferry_vfs::Mappable::map`] takes; what comes back is to be dropped afterwards. Waits until windows of other sessions
+    /// Call this before shortening a file to `end` on behalf of this session, without any lock that
+    /// [`ferry_vfs::Mappable::map`] takes; drop the result afterwards. Waits until windows of other sessions
     /// have nothing behind the end any more, 10 s at most: a window that takes longer is not waited for again before it is
     /// back. Costs one load in processes without windows, where `file` is not called.
     pub fn shortening(&self, by: SessionId, file: impl FnOnce() -> Option<FileId>, end: u64) -> Shortening {

@@ -142,7 +142,7 @@ pub enum Command {
     #[command(after_long_help = recipes::METRICS)]
     Metrics(crate::metrics_cmd::Args),
 
-    /// Show what running shares, mounts and disks do, live: requests, bytes, latencies and errors of each second.
+    /// Show what running shares, mounts and disks do, live: requests, bytes, latencies and errors in each interval.
     ///
     /// Ctrl-C ends it. Latencies are those from taking a request to its reply, of all operations together.
     #[command(after_long_help = recipes::TOP)]
@@ -152,7 +152,7 @@ pub enum Command {
     ///
     /// Each check says what was found and, if something is lacking, what follows from it and the command that changes it.
     /// A check is missing if an export does not work without it, and degraded if exports work less well.
-    /// It mounts mem for a moment, runs `--version` of the virtual machine monitors in PATH, and may load kernel modules, as a mount would. The status is 0 if nothing that the exports need is
+    /// The command mounts mem for a moment, runs `--version` of the virtual machine monitors in PATH, and may load kernel modules, as a mount would. The status is 0 if nothing that the exports need is
     /// missing, and 1 otherwise.
     #[command(after_long_help = recipes::DOCTOR)]
     Doctor(crate::doctor::Args),
@@ -161,7 +161,7 @@ pub enum Command {
     ///
     /// The shares are mounted in this guest and served by ferry share --events. The agent replays each event as the same system
     /// call on the mount; the server recognises these calls and changes nothing. Needs root. It ends when no mount has events.
-    /// The small program ferry-agent, with the same arguments, does this alone.
+    /// The small program ferry-agent does the same, with the same arguments.
     #[command(after_long_help = recipes::AGENT)]
     Agent(ferry_agent::Args),
 

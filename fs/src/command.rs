@@ -84,7 +84,7 @@ pub struct VirtiofsArgs {
 /// The flags of every command.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CommonArgs {
-    /// Its name: in the host's mount table [default: the program's name], or in the guest, where mount takes it
+    /// The name of the file system: in the host's mount table [default: the program's name], or in the guest, where mount takes it
     /// [default: none].
     ///
     /// User-mode Linux and crosvm read it from the device, and cannot mount without it. QEMU has it on its own command

@@ -21,7 +21,7 @@
 //!
 //! That is `examples/hello.rs`, whole. `tests/programs/toyfs.rs` is a complete small file system that can be written to.
 //! The [contract](ferry_vfs) has the rules: inodes and their references, handles, threads, what may wait, what a panic
-//! does, and what of `posix_fadvise` and mappings reaches an author.
+//! does, and which `posix_fadvise` calls and mappings reach a file system.
 //!
 //! # Seeing what it does
 //!
@@ -38,7 +38,7 @@
 //!
 //! # Custom options
 //!
-//! [`Command`] is what [`run`] has on its command line, to be put below a [`clap`] parser with more:
+//! [`Command`] holds the subcommands of [`run`]; add it to your own [`clap`] parser:
 //!
 //! ```no_run
 //! use clap::Parser as _;
@@ -64,8 +64,8 @@
 //! # A custom `main`
 //!
 //! [`fuse::Export`] mounts and [`virtiofs::Export`] listens, both with threads of their own; each takes an
-//! `Arc<dyn FileSystem>`, so one file system can be seen in several places at once. What is changed through one is then
-//! told to the others if the file system has [`FileSystem::changes`].
+//! `Arc<dyn FileSystem>`, so one file system can be seen in several places at once. The others are then
+//! notified of a change made through one if the file system has [`FileSystem::changes`].
 //!
 //! ```no_run
 //! use std::sync::Arc;

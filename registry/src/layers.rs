@@ -324,7 +324,7 @@ fn fetch_bundle(
 fn shorten(remote: &Remote, container: &Container, directory: &Path) -> Result<()> {
     let invalid = |error: serde_json::Error| Error::Container {
         name: remote.reference().to_string(),
-        reason: format!("its documents: {error}"),
+        reason: format!("its manifest or configuration is invalid: {error}"),
     };
     let count = container.layers.len();
     let mut manifest: Value = serde_json::from_slice(&container.bytes).map_err(invalid)?;

@@ -17,7 +17,7 @@ impl RandomKey {
     #[must_use]
     pub fn new() -> Self {
         let mut bytes = [0; 8];
-        // Whatever is missing if the kernel has no random bytes yet, or forbids the call, is as unpredictable as hash maps are.
+        // If the call fails, only `RandomState` makes the key unpredictable.
         let _ = getrandom(&mut bytes, GetRandomFlags::empty());
         Self { state: RandomState::new(), own: u64::from_ne_bytes(bytes) }
     }

@@ -333,7 +333,7 @@ impl Cancellation {
     const CLAIMED_LATE: u8 = 2;
     const CANCELLED: u8 = 3;
 
-    /// The client wants the lock no more. Returns whether the wait has ended with that; otherwise the source is trying to grant the
+    /// Cancels the wait. Returns whether it has ended; otherwise the source is trying to grant the
     /// lock, and wakes the waiter with the outcome (`INTR` if it fails).
     pub fn cancel(&self) -> bool {
         let next = |state| match state {
@@ -384,7 +384,7 @@ impl Waiter {
         self.cancellation.as_ref().is_none_or(|cancellation| cancellation.claim())
     }
 
-    /// Ends an attempt that was in vain. Returns whether the client still waits; if not, the waiter must be woken with `INTR`.
+    /// Ends a failed attempt. Returns whether the client still waits; if not, the waiter must be woken with `INTR`.
     pub fn unclaim(&self) -> bool {
         self.cancellation.as_ref().is_none_or(|cancellation| cancellation.unclaim())
     }

@@ -74,7 +74,7 @@ impl fmt::Display for Explanation {
             }
         }
         match &self.passthrough.reason {
-            None => writeln!(f, "The kernel reads and writes files of the source by itself (passthrough).")?,
+            None => writeln!(f, "The kernel reads and writes files of the source directly (passthrough).")?,
             Some(reason) => {
                 writeln!(f, "Data pass through this process, not straight to the source's files: {reason}.")?
             }

@@ -26,7 +26,7 @@ pub(crate) enum NoUring {
     Parameter,
     #[error("io_uring is disabled; allow it with `sysctl kernel.io_uring_disabled=0`")]
     Sysctl,
-    #[error("it was not asked for")]
+    #[error("it was not requested")]
     Unwanted,
     #[error("the source waits for others, and the requests of a CPU's ring would wait for each other")]
     Waits,

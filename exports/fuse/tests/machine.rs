@@ -87,9 +87,9 @@ fn used_features_are_explained() {
         let explanation = mounted.export().explain();
         let text = explanation.to_string();
         let way =
-            if path == Path::Uring { "go through io_uring: " } else { "Not through io_uring: it was not asked for." };
+            if path == Path::Uring { "go through io_uring: " } else { "Not through io_uring: it was not requested." };
         assert!(text.contains(way), "{text}");
-        assert_eq!(text.contains("by itself (passthrough)"), explanation.passthrough.used, "{text}");
+        assert_eq!(text.contains("directly (passthrough)"), explanation.passthrough.used, "{text}");
         assert!(text.contains("not told of changes that are made elsewhere: it keeps nothing"), "{text}");
         assert_eq!(explanation.rings > 0, path == Path::Uring);
         mounted.stop();

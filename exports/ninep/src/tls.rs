@@ -249,7 +249,7 @@ fn explained(error: &rustls::Error) -> String {
     }
     match error {
         rustls::Error::InvalidMessage(_) => format!("it does not speak TLS, or not as it should ({error})"),
-        rustls::Error::NoCertificatesPresented => "it shows no certificate, and one is asked for".into(),
+        rustls::Error::NoCertificatesPresented => "it sent no certificate, and one is required".into(),
         rustls::Error::AlertReceived(alert) => format!("it does not accept this server: alert {alert:?}"),
         other => other.to_string(),
     }

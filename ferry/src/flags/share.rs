@@ -278,7 +278,7 @@ pub struct Share {
     pub huge: bool,
 
     /// The second tier of pmem, a file or block device: when the first tier is more than 80 % full, files that were not used
-    /// recently move there. Data that is read there moves back while the first tier is less than 60 % full; data that is written
+    /// recently move there. Data that is read there moves back while the first tier is at most 60 % full; data that is written
     /// moves back at once.
     #[arg(long, value_name = "FILE", help_heading = "For mem and pmem:PATH")]
     pub tier2: Option<PathBuf>,

@@ -139,7 +139,7 @@ pub enum Passthrough {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Window(pub Option<u64>);
 
-/// One mapping.
+/// The size of one mapping, in bytes.
 const WINDOW_BYTES_MIN: u64 = 2 << 20;
 
 impl FromStr for Window {

@@ -50,7 +50,7 @@ struct Change {
     client: ManagerClient,
     plan: Plan,
     step: Step,
-    /// When the step is given up.
+    /// The deadline of the step.
     end: Instant,
     /// What ran before in place of what is replaced.
     before: Vec<Unit>,

@@ -93,7 +93,7 @@ impl Blob {
 impl Read for Blob {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         if self.stop.0.load(Ordering::Relaxed) {
-            return Err(io::Error::other("nobody waits for it any more"));
+            return Err(io::Error::other("the call was cancelled"));
         }
         self.file.read(bytes)
     }

@@ -18,7 +18,7 @@ use crate::{Cache, Error, Options, lock, sys};
 /// The unit of sizes in bytes, and the default block size.
 const SECTOR_BYTES: u64 = 512;
 
-/// The allocation unit of nearly all file systems, which nearly all disks write without a read.
+/// The allocation unit of nearly all file systems, which nearly all disks write without reading it first.
 const BLOCK_BYTES: u32 = 4096;
 
 /// The size of copies in bytes when the client's memory is not aligned for `O_DIRECT`.
@@ -112,7 +112,7 @@ impl RawDisk {
             slow: false,
         };
         let serial = options.serial_of(path);
-        // Without O_DIRECT, the server before may have left something in the page cache.
+        // Without O_DIRECT, the previous server may have left something in the page cache.
         let (is_buffered, syncs) = (AtomicBool::new(direct.is_none()), Syncs::default());
         let bytes = bytes.into();
         Ok(Self { cached, direct, is_buffered, syncs, file, is_device, bytes, blocks, features, serial })

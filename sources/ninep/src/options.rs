@@ -84,7 +84,7 @@ impl Default for Options {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Nobody is there.
+    /// The server cannot be reached.
     #[error("cannot reach the 9P server at {address}: {reason}: is the server running?")]
     Unreachable {
         /// Where.

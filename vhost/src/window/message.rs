@@ -14,7 +14,7 @@ pub struct Part {
     pub window_offset: u64,
     /// First byte in the file.
     pub file_offset: u64,
-    /// Length.
+    /// Length in bytes.
     pub bytes: u64,
     /// Whether the guest may write to it.
     pub writable: bool,

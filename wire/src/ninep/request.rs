@@ -235,7 +235,7 @@ pub enum Request<'a> {
     Renameat { dir: Fid, name: Name<'a>, new_dir: Fid, new_name: Name<'a> },
     /// Tunlinkat: removes a name, of a directory or of another file.
     Unlinkat { dir: Fid, name: Name<'a>, is_dir: bool },
-    /// Waits for changes by others of files that this client has fids of. Only in [`super::VERSION_OF_FERRY`]; see
+    /// Tevents: waits for changes that others make to files for which this client has fids. Only in [`super::VERSION_OF_FERRY`]; see
     /// docs/design/events.md.
     Events {
         /// The root, as a user who may see everything.

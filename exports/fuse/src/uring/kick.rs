@@ -66,8 +66,8 @@ pub(super) fn kick_by_stat(queue: &Arc<Queue>, times: usize) {
     }
 }
 
-/// Whatever is mounted there now is asked; if it is not ours, or we may not, then in vain. Root asks by a copy of the mount: a path
-/// would keep the mount itself busy until the reply, and `umount` would fail.
+/// Requests the attributes of whatever is mounted there now. This has no effect if the mount is not ours or access is denied.
+/// Root uses a copy of the mount: a path would keep the mount itself busy until the reply, and `umount` would fail.
 fn look_at(mountpoint: &Path) {
     let flags = AtFlags::STATX_FORCE_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     let copies = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_SYMLINK_NOFOLLOW;

@@ -315,7 +315,7 @@ impl MonitoredWorker for Queue {
     }
 
     fn poll_blocked(&self) {
-        // Who does not read his mail needs no more of it.
+        // A worker with unread mail needs no further message.
         if !self.mail.is_filled() {
             self.mail.post(Mail::Nudge);
         }

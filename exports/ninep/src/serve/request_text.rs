@@ -97,7 +97,7 @@ fn range(f: &mut fmt::Formatter<'_>, lock: &LockRequest<'_>) -> fmt::Result {
     let kind = match lock.kind {
         LockKind::Read => "for reading",
         LockKind::Write => "for writing",
-        LockKind::Unlock => "given up",
+        LockKind::Unlock => "unlock",
     };
     write!(f, "{kind}, from byte {} to ", lock.start)?;
     match lock.end {

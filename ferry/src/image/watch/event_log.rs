@@ -1,7 +1,7 @@
 //! The events that a server has read and not responded to, in memory that it shares with its guardian.
 //!
 //! ```text
-//! word 0        1: the server has ended by itself, and no other is expected
+//! word 0        1: the server has ended normally, and no other is expected
 //! slots         12 words each: the event, as the kernel wrote it (8), device, inode, 1 if both are known, 0
 //! ```
 //!

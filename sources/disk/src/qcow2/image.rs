@@ -29,7 +29,7 @@ impl BackingImage {
         }
     }
 
-    /// Reads; past the end are zeros.
+    /// Reads a range; bytes past the end are zeros.
     fn read(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
         let there = usize::try_from(self.bytes().saturating_sub(offset)).unwrap_or(usize::MAX).min(bytes.len());
         let (there, past) = bytes.split_at_mut(there);

@@ -167,7 +167,7 @@ impl Objects {
             }
         };
         if let Err(error) = thread::Builder::new().name("image-ahead".into()).spawn(prove) {
-            tracing::warn!("what is needed first is not read ahead: {error}");
+            tracing::warn!("the first pack is not read ahead: {error}");
         }
     }
 
@@ -227,7 +227,7 @@ impl Objects {
         if self.packs[number].is_sealed { Ok(()) } else { self.verify_span(number, offset, bytes) }
     }
 
-    /// Reads verified bytes of a pack. Others may be evicted afterwards.
+    /// Reads verified bytes of a pack. Other objects may be evicted afterwards.
     fn read_span(&self, number: usize, offset: u64, out: &mut [u8]) -> Result<(), ObjectError> {
         let pack = &self.packs[number];
         let objects = touched(&pack.index.objects, offset, offset.saturating_add(out.len() as u64));
@@ -528,7 +528,7 @@ fn verifier(packs: &[Arc<Pack>]) -> Option<SyncSender<(usize, usize)>> {
         }
     };
     let begun = thread::Builder::new().name("image-verifier".into()).spawn(prove);
-    begun.map(|_| sender).map_err(|error| tracing::warn!("nothing is proved before it is read: {error}")).ok()
+    begun.map(|_| sender).map_err(|error| tracing::warn!("objects are not verified ahead: {error}")).ok()
 }
 
 /// Reads verified bytes.

@@ -141,7 +141,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_lseek_out`.
     LseekOut (8) {
-        /// Where it is.
+        /// The offset found, in bytes.
         offset: u64,
     }
 
