@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ferry_vfs::sync::lock;
-use ferry_vfs::{Attr, ByNumber, Features, Ino, OFlags};
+use ferry_vfs::{Attr, ByNumber, Features, FileSystem, Ino, OFlags};
 use ferry_wire::fuse::{InitFlags, InitOptions, Negotiated, OpenFlags, Timeouts};
 
 use crate::ShareOptions;
@@ -287,16 +287,21 @@ impl Policy {
         Timeouts { entry: self.names(agreed).entry.get(), attr: self.attr_timeout.get() }
     }
 
-    /// Returns how long a client may cache names and attributes.
-    pub(crate) fn timeouts(&self, session: &Session) -> Timeouts {
+    /// Whether the long timeouts of a client do not hold for an inode: it is not told of all its changes.
+    pub(crate) fn is_untold(&self, session: &Session, source: &dyn FileSystem, ino: Ino) -> bool {
+        self.has_lapsed(session) || (self.receives_notifications || self.is_leased) && !source.is_watched(ino)
+    }
+
+    /// Returns how long a client may cache names and attributes; `is_untold`: as [`Self::is_untold`] says of the inode.
+    pub(crate) fn timeouts(&self, session: &Session, is_untold: bool) -> Timeouts {
         let Timeouts { entry, attr } = self.timeouts_max(session.negotiated());
-        let bound = if self.has_lapsed(session) { AUTO_TIMEOUT } else { Duration::MAX };
+        let bound = if is_untold { AUTO_TIMEOUT } else { Duration::MAX };
         Timeouts { entry: entry.min(bound), attr: attr.min(bound) }
     }
 
     /// Returns how long a client may cache this inode.
-    pub(crate) fn timeouts_of(&self, session: &Session, ino: Ino, attr: &Attr) -> Timeouts {
-        let timeouts = self.timeouts(session);
+    pub(crate) fn timeouts_of(&self, session: &Session, is_untold: bool, ino: Ino, attr: &Attr) -> Timeouts {
+        let timeouts = self.timeouts(session, is_untold);
         Timeouts { attr: timeouts.attr.min(Self::attr_timeout_max(session, ino, attr)), ..timeouts }
     }
 
@@ -311,9 +316,12 @@ impl Policy {
         }
     }
 
-    /// Returns how long a client may cache that a name does not exist.
-    pub(crate) fn negative_timeout(&self, session: &Session) -> Duration {
-        if self.has_lapsed(session) { Duration::ZERO } else { self.names(session.negotiated()).negative.get() }
+    /// Returns how long a client may cache that a directory has no such name.
+    pub(crate) fn negative_timeout(&self, session: &Session, source: &dyn FileSystem, dir: Ino) -> Duration {
+        match self.names(session.negotiated()).negative.get() {
+            negative if negative.is_zero() || self.is_untold(session, source, dir) => Duration::ZERO,
+            negative => negative,
+        }
     }
 
     /// Returns the options that all exports of the share request at INIT; each adds its own.
@@ -323,7 +331,13 @@ impl Policy {
 
     /// Returns the flags of the reply to an OPEN with these flags. `in_window`: the client reads and writes the file
     /// in its DAX window.
-    pub(crate) fn file_flags(&self, session: &Session, flags: OFlags, in_window: bool) -> OpenFlags {
+    pub(crate) fn file_flags(
+        &self,
+        session: &Session,
+        (source, ino): (&dyn FileSystem, Ino),
+        flags: OFlags,
+        in_window: bool,
+    ) -> OpenFlags {
         // Linux allows opens of one inode with and without DIRECT_IO at a time: `fuse_file_io_open` counts only the
         // latter, and excludes only passthrough.
         let direct = self.direct_opens && flags.contains(OFlags::DIRECT);
@@ -331,7 +345,7 @@ impl Policy {
             _ if direct => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::None | Cache::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Auto => OpenFlags::PARALLEL_DIRECT_WRITES,
-            Cache::Always if self.has_lapsed(session) => OpenFlags::PARALLEL_DIRECT_WRITES,
+            Cache::Always if self.is_untold(session, source, ino) => OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
         // In the window there is no page cache to bypass. With DIRECT_IO, a WRITE that extends the file would fail
@@ -352,10 +366,10 @@ impl Policy {
     }
 
     /// Returns the flags of the reply to OPENDIR.
-    pub(crate) fn dir_flags(&self, session: &Session) -> OpenFlags {
+    pub(crate) fn dir_flags(&self, session: &Session, source: &dyn FileSystem, ino: Ino) -> OpenFlags {
         match self.cache {
-            _ if self.has_lapsed(session) => OpenFlags::empty(),
             Cache::None | Cache::Auto => OpenFlags::empty(),
+            _ if self.is_untold(session, source, ino) => OpenFlags::empty(),
             Cache::Metadata | Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
         }
     }

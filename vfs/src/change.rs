@@ -182,6 +182,11 @@ impl Changes {
         }
     }
 
+    /// Returns whether several listeners hear of changes: then what one client changes matters to others.
+    pub fn has_several_listeners(&self) -> bool {
+        self.0.count.load(Ordering::Acquire) > 1
+    }
+
     /// Returns whether some published change has not been delivered yet to the clients of all listeners.
     pub fn is_behind(&self) -> bool {
         self.0.count.load(Ordering::Acquire) != 0 && self.listeners().iter().any(|(_, listener)| listener.is_behind())

@@ -69,6 +69,12 @@ pub trait FileSystem: Send + Sync {
         None
     }
 
+    /// Returns whether [`Self::changes`] publishes every change of an inode that others make outside this process, of a
+    /// directory's names, too. If not, clients that are told of changes keep what they know of it for a second at most.
+    fn is_watched(&self, ino: Ino) -> bool {
+        true
+    }
+
     /// Returns the methods by which another process finds this file system's inodes and open files again. `None`: the
     /// server cannot be restarted under its clients, and a client cannot be migrated to another host.
     fn migrate(&self) -> Option<&dyn Migrate> {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use ferry_engine::ReplyBuffer;
 use ferry_vfs::{Attr, Caller, Errno, Handle, Ino, Result, SetAttr, checks};
-use ferry_wire::fuse::{InitFlags, Reply};
+use ferry_wire::fuse::{InitFlags, Reply, Timeouts};
 
 use crate::carrier::ServeOutcome;
 use crate::close_to_open::ReportedSize;
@@ -43,7 +43,7 @@ impl Server {
         }
         let attr = self.visible_attr(cx, cx.ino, checks::attr(attr)?);
         self.prepare_attr(cx, &attr);
-        let timeout = self.share.policy.timeouts_of(cx.session, cx.ino, &attr).attr;
+        let timeout = self.timeouts_of(cx, cx.ino, &attr).attr;
         Ok(cx.done(buffer, &Reply::Statx { attr, timeout }))
     }
 
@@ -72,8 +72,14 @@ impl Server {
     fn attr(&self, cx: &Context<'_>, attr: Attr, buffer: &mut impl ReplyBuffer) -> Result<ServeOutcome> {
         let attr = self.visible_attr(cx, cx.ino, checks::attr(attr)?);
         self.prepare_attr(cx, &attr);
-        let timeout = self.share.policy.timeouts_of(cx.session, cx.ino, &attr).attr;
+        let timeout = self.timeouts_of(cx, cx.ino, &attr).attr;
         Ok(cx.done(buffer, &Reply::Attr { attr, timeout, dax: cx.session.dax(&attr) }))
+    }
+
+    /// Returns how long a client may cache this inode.
+    pub(super) fn timeouts_of(&self, cx: &Context<'_>, ino: Ino, attr: &Attr) -> Timeouts {
+        let is_untold = self.share.policy.is_untold(cx.session, &*self.share.source, ino);
+        self.share.policy.timeouts_of(cx.session, is_untold, ino, attr)
     }
 
     /// Prepares for sending an inode's attributes.

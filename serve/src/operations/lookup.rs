@@ -22,7 +22,7 @@ impl Server {
             }
             Err(Errno::NOENT) => {
                 cx.session.removals.record_lookup((cx.ino, name), None);
-                match self.share.policy.negative_timeout(cx.session) {
+                match self.share.policy.negative_timeout(cx.session, &*self.share.source, cx.ino) {
                     timeout if timeout.is_zero() => Err(Errno::NOENT),
                     timeout => Ok(cx.done(buffer, &Reply::Negative { timeout })),
                 }
@@ -55,7 +55,7 @@ impl Server {
     ) -> Result<ServeOutcome> {
         let entry = cx.session.add_reference(self.prepare_entry(cx, name, self.check_entry(entry)?));
         cx.session.sync_window_before_attr(entry.ino);
-        let timeouts = self.share.policy.timeouts_of(cx.session, entry.ino, &entry.attr);
+        let timeouts = self.timeouts_of(cx, entry.ino, &entry.attr);
         let written = cx.reply(buffer, &Reply::Entry { entry, timeouts, dax: cx.session.dax(&entry.attr) });
         if let ReplyOutcome::Undelivered(_) = written {
             cx.session.forget(entry.ino, 1);

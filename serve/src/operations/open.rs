@@ -67,7 +67,8 @@ impl Server {
         let handle = self.share.source.opendir(&cx.caller, cx.ino, flags)?;
         let open = Open { ino: cx.ino, handle, is_dir: true };
         cx.session.opened(open, flags);
-        let written = cx.reply(buffer, &Reply::Open(OpenReply::new(handle, self.share.policy.dir_flags(cx.session))));
+        let flags = self.share.policy.dir_flags(cx.session, &*self.share.source, cx.ino);
+        let written = cx.reply(buffer, &Reply::Open(OpenReply::new(handle, flags)));
         if let ReplyOutcome::Undelivered(_) = written {
             cx.session.release(&cx.caller, open)?;
         }
@@ -147,7 +148,7 @@ impl Server {
         let entry = cx.session.add_reference(self.prepare_entry(cx, name, entry));
         let opened = self.opened(cx, (entry.ino, handle), flags, Some(&entry.attr));
         cx.session.sync_window_before_attr(entry.ino);
-        let timeouts = self.share.policy.timeouts_of(cx.session, entry.ino, &entry.attr);
+        let timeouts = self.timeouts_of(cx, entry.ino, &entry.attr);
         let dax = cx.session.dax(&entry.attr);
         let written = cx.reply(buffer, &Reply::Created { entry, timeouts, dax, opened });
         if let ReplyOutcome::Undelivered(_) = written {
@@ -160,8 +161,8 @@ impl Server {
     /// Records that the client opened a file with these attributes, and decides how it is read and written.
     fn opened(&self, cx: &Context<'_>, (ino, handle): (Ino, Handle), flags: OFlags, attr: Option<&Attr>) -> OpenReply {
         cx.session.opened(Open { ino, handle, is_dir: false }, flags);
-        let plain =
-            OpenReply::new(handle, self.share.policy.file_flags(cx.session, flags, cx.session.is_in_window(ino)));
+        let (file, in_window) = ((&*self.share.source, ino), cx.session.is_in_window(ino));
+        let plain = OpenReply::new(handle, self.share.policy.file_flags(cx.session, file, flags, in_window));
         let Some(passthrough) = &cx.session.passthrough else { return plain };
         let source = &self.share.source;
         // A panic must not pass: the open was counted already.

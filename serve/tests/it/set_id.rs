@@ -4,7 +4,7 @@ use crate::common;
 
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -24,6 +24,7 @@ const BY_SERVER: OpenFlags =
 struct One {
     mode: AtomicU32,
     changes: Changes,
+    is_unwatched: AtomicBool,
     file: Arc<Backing>,
     set: Mutex<Vec<SetAttr>>,
 }
@@ -31,7 +32,8 @@ struct One {
 impl One {
     fn new(mode: u32) -> Arc<Self> {
         let file = Arc::new(Backing::new(tempfile::tempfile().unwrap().into()));
-        Arc::new(Self { mode: mode.into(), changes: Changes::default(), file, set: Mutex::default() })
+        let (changes, is_unwatched) = (Changes::default(), AtomicBool::new(false));
+        Arc::new(Self { mode: mode.into(), changes, is_unwatched, file, set: Mutex::default() })
     }
 
     fn attr(&self) -> Attr {
@@ -49,6 +51,9 @@ impl FileSystem for One {
     }
     fn changes(&self) -> Option<&Changes> {
         Some(&self.changes)
+    }
+    fn is_watched(&self, _: Ino) -> bool {
+        !self.is_unwatched.load(Ordering::SeqCst)
     }
     fn lookup(&self, _: &Caller<'_>, _: Ino, _: Name<'_>) -> Result<Entry> {
         Ok(self.entry())
@@ -144,6 +149,26 @@ fn close(client: &mut Client) {
 
 fn stat(client: &mut Client) -> Duration {
     told(client, FILE, Operation::Getattr { handle: None }).0[0]
+}
+
+/// Clients of a source that watches some directories only are not told of all changes.
+#[test]
+fn what_is_not_watched_is_cached_for_a_second() {
+    const SECOND: Duration = Duration::from_secs(1);
+    let name = Name::new(b"one").unwrap();
+    for (notifications, is_unwatched, lifetime) in
+        [(true, false, DAY), (true, true, SECOND), (false, true, DAY), (false, false, DAY)]
+    {
+        let one = One::new(REGULAR | 0o644);
+        one.is_unwatched.store(is_unwatched, Ordering::SeqCst);
+        let options = ShareOptions { notifications, ..options() };
+        let client = &mut Client::new(Arc::clone(&one) as _, &options, SessionSlot::default());
+        assert_eq!(stat(client), lifetime);
+        assert_eq!(told(client, Ino::ROOT, Operation::Lookup { name }).0, [lifetime]);
+        let flags = open(client, OFlags::RDONLY);
+        assert_eq!(flags.contains(OpenFlags::KEEP_CACHE), lifetime == DAY, "{flags:?}");
+        close(client);
+    }
 }
 
 /// A client's kernel that executes a file by the mode that it keeps would go on to honour bits that a write has cleared.

@@ -315,6 +315,15 @@ impl FileSystem for Dir {
         Some(&self.changes)
     }
 
+    fn is_watched(&self, ino: Ino) -> bool {
+        match self.table.directories() {
+            Some(directories) => {
+                directories.has_all() || self.table.get(ino).is_ok_and(|inode| directories.is_watched(&inode))
+            }
+            None => true,
+        }
+    }
+
     fn migrate(&self) -> Option<&dyn Migrate> {
         Some(self)
     }

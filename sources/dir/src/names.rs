@@ -81,6 +81,7 @@ impl Dir {
         let fd = self.retry_with_room(|| sys::open_by_handle(real, &handle, resolve::PATH_FLAGS))?;
         let st = statx(fd.as_fd(), b"")?;
         let (inode, _) = self.table.insert(Self::found_by(&st, Arc::clone(mount), fd.as_fd()));
+        self.note_unnamed();
         let fd = self.cache.keep(&self.table, &inode, self.cache.wrap(fd));
         Ok((inode, fd))
     }
@@ -243,9 +244,9 @@ impl Dir {
             (_, None) => {}
         }
         result?;
-        self.moved(&to_dir, &to_fd, new);
+        self.moved(cx.session, &to_dir, &to_fd, new);
         if flags.contains(RenameFlags::EXCHANGE) {
-            self.moved(&from_dir, &from_fd, old);
+            self.moved(cx.session, &from_dir, &from_fd, old);
         }
         self.entry_changed(cx.session, &from_dir, from.1);
         self.entry_changed(cx.session, &to_dir, to.1);
@@ -258,13 +259,17 @@ impl Dir {
         Ok(())
     }
 
-    /// Records the new location of an inode without a file handle.
-    fn moved(&self, dir: &Arc<Inode>, fd: &PathFd, name: &[u8]) {
-        if dir.found.mount.handles().is_some() {
+    /// Records the new location of an inode without a file handle, and publishes its new time of change.
+    fn moved(&self, by: SessionId, dir: &Arc<Inode>, fd: &PathFd, name: &[u8]) {
+        let has_others = self.changes.has_several_listeners();
+        if dir.found.mount.handles().is_some() && !has_others {
             return;
         }
         if let Some(inode) = statx(fd.as_fd(), name).ok().and_then(|st| self.table.at(&key(&st))) {
             inode.set_place(dir, name);
+            if has_others {
+                self.attr_changed(by, &inode);
+            }
         }
     }
 

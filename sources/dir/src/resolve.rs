@@ -302,6 +302,13 @@ impl Dir {
         Ok(inode)
     }
 
+    /// Notes that a client knows an inode, but no name of it, where directories are watched.
+    pub(crate) fn note_unnamed(&self) {
+        if let Some(directories) = self.table.directories() {
+            directories.note_unnamed();
+        }
+    }
+
     /// Returns whether changes of an inode may have been missed until now.
     fn is_newly_watched(&self, dir: &Arc<Inode>, name: &[u8], inode: &Arc<Inode>) -> bool {
         let Some(directories) = self.table.directories() else { return false };
@@ -388,7 +395,7 @@ impl Dir {
         match at {
             At::Name(name) => inode.set_place(dir, name),
             At::NoName => inode.set_pinned(true),
-            At::Elsewhere => {}
+            At::Elsewhere => self.note_unnamed(),
         }
         if let Some(fd) = fd {
             self.cache.keep(&self.table, &inode, self.cache.wrap(fd));

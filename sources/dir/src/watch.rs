@@ -14,6 +14,7 @@ mod events;
 mod fanotify;
 mod history;
 mod inotify;
+mod name_index;
 mod own;
 
 use std::collections::HashSet;
@@ -130,7 +131,9 @@ impl Watched {
             Self::Directories(directories) => {
                 directories.wait_for_records();
                 let is_all = bytes.len() < READ_BYTES - EVENT_BYTES_MAX;
-                directories.events(bytes, is_all.then_some(begin), tell)
+                let happened = directories.events(bytes, is_all.then_some(begin), &mut tell);
+                directories.noticed(tell);
+                happened
             }
         }
     }
@@ -320,7 +323,10 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.wake_fd.is_over.store(true, Ordering::Release);
         self.wake_fd.wake();
-        if let Some(thread) = self.thread.take() {
+        // That thread itself may drop the last reference to the directory.
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id()
+        {
             let _ = thread.join();
         }
     }

@@ -128,6 +128,10 @@ impl FileSystem for IdMapped {
         self.source.changes()
     }
 
+    fn is_watched(&self, ino: Ino) -> bool {
+        self.source.is_watched(ino)
+    }
+
     fn migrate(&self) -> Option<&dyn Migrate> {
         self.source.migrate().is_some().then_some(self)
     }

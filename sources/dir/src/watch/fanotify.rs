@@ -4,9 +4,10 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::hash::{Hash, Hasher};
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ferry_vfs::sync::{CacheAligned, lock};
 use ferry_vfs::{Change, Ino, NameBuf};
@@ -73,6 +74,9 @@ pub(crate) struct HandleIndex {
     /// How many events inodes were looked for. It is counted first: an inode that is added has either been found by an
     /// event, or the count is another than when its attributes were read.
     heard: AtomicU64,
+    /// Some handle has several inodes: a directory of the share is mounted in another one. Their own changes are told
+    /// to each other.
+    has_twins: AtomicBool,
 }
 
 impl fmt::Debug for HandleIndex {
@@ -87,9 +91,17 @@ fn hash(kind: i32, bytes: &[u8]) -> u64 {
     mix.finish()
 }
 
+fn of_hash(hash: u64) -> RangeInclusive<(u64, Ino)> {
+    (hash, Ino(0))..=(hash, Ino(u64::MAX))
+}
+
 impl HandleIndex {
     pub(super) fn new() -> Self {
-        Self { shards: (0..SHARDS).map(|_| CacheAligned::default()).collect(), heard: AtomicU64::new(0) }
+        Self {
+            shards: (0..SHARDS).map(|_| CacheAligned::default()).collect(),
+            heard: AtomicU64::new(0),
+            has_twins: AtomicBool::new(false),
+        }
     }
 
     #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
@@ -106,7 +118,13 @@ impl HandleIndex {
     pub(super) fn add(&self, handle: Option<&sys::HostHandle>, ino: Ino) {
         if let Some((kind, bytes)) = handle.map(sys::HostHandle::parts) {
             let hash = hash(kind, bytes);
-            lock(self.shard(hash)).insert((hash, ino));
+            let mut shard = lock(self.shard(hash));
+            shard.insert((hash, ino));
+            if shard.range(of_hash(hash)).nth(1).is_some() {
+                self.has_twins.store(true, Ordering::Release);
+                // An event before this may have been skipped.
+                self.heard.fetch_add(1, Ordering::AcqRel);
+            }
         }
     }
 
@@ -121,7 +139,7 @@ impl HandleIndex {
     /// Returns the inodes with this handle: one per mount through which it was found, usually one or none.
     fn find(&self, (kind, bytes): (i32, &[u8])) -> Vec<Ino> {
         let hash = hash(kind, bytes);
-        lock(self.shard(hash)).range((hash, Ino(0))..=(hash, Ino(u64::MAX))).map(|(_, ino)| *ino).collect()
+        lock(self.shard(hash)).range(of_hash(hash)).map(|(_, ino)| *ino).collect()
     }
 }
 
@@ -146,15 +164,23 @@ pub(super) fn heard(
         history.lost();
         return tell(Change::All);
     }
-    if ours == OwnChanges::Skip && u32::try_from(event.pid) == Ok(std::process::id()) {
+    let is_own = ours == OwnChanges::Skip && u32::try_from(event.pid) == Ok(std::process::id());
+    if is_own && !index.has_twins.load(Ordering::Acquire) {
         return;
     }
     index.heard.fetch_add(1, Ordering::AcqRel);
     let targets = event.target.map(|handle| index.find(handle)).unwrap_or_default();
     let (entry, new_entry) = (index.names(event.entry.as_ref()), index.names(event.new_entry.as_ref()));
+    let has_twins = |inos: &[Ino]| inos.len() > 1;
+    if is_own && !has_twins(&targets) && !entry.as_ref().is_some_and(|(dirs, _)| has_twins(dirs)) {
+        return;
+    }
     // The kernel reports the two names of a rename separately, too.
     if event.mask & libc::FAN_RENAME == 0 {
         changes_of(event.mask, entry.as_ref().map(|(dirs, name)| (&**dirs, *name)), &targets, tell);
+    }
+    if is_own {
+        return;
     }
     let target = event.target.map(|(kind, bytes)| hash(kind, bytes));
     history.add(&Known { mask: event.mask, entry, new_entry, targets, target });

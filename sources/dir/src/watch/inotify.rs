@@ -8,9 +8,8 @@
 //! The number of watches is bounded. When there are too many, the least recently used quarter is removed, and clients
 //! revalidate everything: so they trust nothing in a directory that is not watched any more.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
-use std::hash::{Hash, Hasher};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -25,8 +24,9 @@ use super::changes::changes_of;
 use super::directory_history::{DirectoryEvent, DirectoryHistory};
 use super::history::DELAY;
 use super::history::History;
+use super::name_index::{NameHash, NameIndex, hash};
 use super::own::{OperationGuard, Operations};
-use crate::int_hasher::IntHasher;
+use crate::resolve::statx;
 use crate::table::Inode;
 
 /// The maximum number of watched directories, unless the kernel allows fewer (`fs.inotify.max_user_watches`). A watch
@@ -36,15 +36,15 @@ pub(super) const DIRECTORIES_MAX: usize = 65_536;
 const DIRECTORIES_MIN: usize = 64;
 /// The part that is removed at once, so that revalidation is rare.
 const EVICTED_PART: usize = 4;
-/// The maximum number of names by which one inode is found. A further one replaces them all, and clients look up again those
-/// that they use.
-const NAMES_MAX: usize = 256;
 /// The maximum number of stale entries of the clock before they are removed.
 const SLACK: usize = 1024;
 /// `struct inotify_event` up to its name: watch descriptor, mask, cookie, length.
 const HEADER_BYTES: usize = 16;
 
-/// All changes of what clients cache, as for fanotify. `EXCL_UNLINK`: not those of files without a name here.
+/// The maximum number of renames whose second event has not come yet. Those of several directories mix.
+const MOVES_MAX: usize = 64;
+
+/// All changes of what clients cache, as for fanotify. Also those of files that are removed and still written.
 const MASK: WatchFlags = WatchFlags::MODIFY
     .union(WatchFlags::CLOSE_WRITE)
     .union(WatchFlags::ATTRIB)
@@ -52,8 +52,7 @@ const MASK: WatchFlags = WatchFlags::MODIFY
     .union(WatchFlags::DELETE)
     .union(WatchFlags::MOVED_FROM)
     .union(WatchFlags::MOVED_TO)
-    .union(WatchFlags::ONLYDIR)
-    .union(WatchFlags::EXCL_UNLINK);
+    .union(WatchFlags::ONLYDIR);
 
 // `changes_of` takes the masks of both.
 const _: () = assert!(
@@ -66,68 +65,19 @@ const _: () = assert!(
         && libc::IN_MOVED_TO as u64 == libc::FAN_MOVED_TO
 );
 
-/// A hash of a directory's number and a name in it. Names with equal hashes are published together, which costs an
-/// unnecessary revalidation.
-type NameHash = u64;
-
-fn hash(dir: Ino, name: &[u8]) -> NameHash {
-    let mut mix = IntHasher::default();
-    (dir.0, name).hash(&mut mix);
-    mix.finish()
-}
-
-/// The names by which clients found inodes. A name that an inode has lost stays: a client may have found another inode
-/// there before the event arrives, and that entry must not be removed.
-#[derive(Debug, Default)]
-struct NameIndex {
-    by_name: BTreeSet<(NameHash, Ino)>,
-    by_ino: BTreeSet<(Ino, NameHash)>,
-}
-
-impl NameIndex {
-    fn names(&self, ino: Ino) -> impl Iterator<Item = (NameHash, Ino)> {
-        self.by_ino.range((ino, 0)..=(ino, u64::MAX)).map(|(ino, name)| (*name, *ino))
-    }
-
-    fn is_full(&self, ino: Ino) -> bool {
-        self.names(ino).count() >= NAMES_MAX
-    }
-
-    fn find(&self, name: NameHash) -> Vec<Ino> {
-        self.by_name.range((name, Ino(0))..=(name, Ino(u64::MAX))).map(|(_, ino)| *ino).collect()
-    }
-
-    /// Returns false if it is there already.
-    fn insert(&mut self, name: NameHash, ino: Ino) -> bool {
-        if self.by_name.contains(&(name, ino)) {
-            return false;
-        }
-        if self.is_full(ino) {
-            self.forget(ino);
-        }
-        self.by_ino.insert((ino, name));
-        self.by_name.insert((name, ino))
-    }
-
-    /// Removes all names of an inode.
-    fn forget(&mut self, ino: Ino) {
-        let names: Vec<_> = self.names(ino).collect();
-        for (name, ino) in names {
-            self.by_name.remove(&(name, ino));
-            self.by_ino.remove(&(ino, name));
-        }
-    }
-}
-
 #[derive(Debug, Default)]
 struct State {
     /// By watch descriptor; several inodes are one directory that was found through several mounts.
     watched: HashMap<i32, Vec<Arc<Inode>>>,
+    /// The same by their numbers.
+    by_number: HashMap<Ino, Arc<Inode>>,
+    /// How many watches were removed.
+    removals: u64,
     /// The clock of watch descriptors for eviction; some are stale.
     clock: VecDeque<i32>,
     names: NameIndex,
-    /// The last name that was moved away, and the cookie that the event of its new place has as well.
-    moved: Option<(u32, Vec<NameHash>)>,
+    /// The names that were moved away, and the cookies that the events of their new places have as well.
+    moves: VecDeque<(u32, Vec<NameHash>)>,
     /// Directories are no longer watched, or were not while clients knew them.
     is_behind: bool,
     /// Files that were found under another name than before: writes by that name may have been missed.
@@ -138,7 +88,11 @@ impl State {
     /// Removes a watch from the tables.
     fn take(&mut self, wd: i32) -> bool {
         let inodes = self.watched.remove(&wd).unwrap_or_default();
-        inodes.iter().for_each(|inode| inode.watch.set(None));
+        self.removals += 1;
+        for inode in &inodes {
+            inode.watch.set(None);
+            self.by_number.remove(&inode.ino);
+        }
         !inodes.is_empty()
     }
 }
@@ -151,6 +105,8 @@ pub(crate) struct Directories {
     wake_fd: Arc<WakeFd>,
     /// It was logged that some directories cannot be watched.
     has_warned: AtomicBool,
+    /// Clients may know an inode of which not every directory with a name is watched.
+    has_unwatched: AtomicBool,
     /// The events for listeners, if there are any.
     history: OnceLock<Mutex<DirectoryHistory>>,
     /// What this process does meanwhile.
@@ -179,6 +135,7 @@ impl Directories {
             state: Mutex::default(),
             wake_fd,
             has_warned,
+            has_unwatched: AtomicBool::new(false),
             history: OnceLock::new(),
             operations: Operations::default(),
         })
@@ -235,40 +192,60 @@ impl Directories {
 
     /// Watches a directory, whose descriptor is `fd`. Returns true if it was not watched before.
     pub(crate) fn watch(&self, dir: &Arc<Inode>, fd: BorrowedFd<'_>) -> bool {
-        let state = &mut *lock(&self.state);
-        if dir.watch.get().is_some() {
-            return false;
-        }
-        if state.watched.len() >= self.max {
-            self.evict(state);
-        }
         // The descriptor, not a path: the host may have put another directory at its place.
         let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
-        let add = || inotify::add_watch(&self.inotify, &link, MASK);
-        let mut added = add();
-        if added == Err(Errno::NOSPC) && state.watched.len() >= DIRECTORIES_MIN {
-            self.evict(state);
-            added = add();
-        }
-        let wd = match added {
-            Ok(wd) => wd,
-            Err(error) => {
-                if !self.has_warned.swap(true, Ordering::Relaxed) {
-                    let why = if error == Errno::NOSPC {
-                        "fs.inotify.max_user_watches is reached".into()
-                    } else {
-                        error.to_string()
-                    };
-                    tracing::warn!("cannot watch some directories: {why}; changes in them appear when caches expire");
+        let mut has_made_room = false;
+        loop {
+            let removals = {
+                let state = &mut *lock(&self.state);
+                if state.watched.len() >= self.max {
+                    self.evict(state);
                 }
+                state.removals
+            };
+            // Without the lock: the file system of the directory may be asked for permission, and not answer.
+            let added = inotify::add_watch(&self.inotify, &link, MASK);
+            let state = &mut *lock(&self.state);
+            if dir.watch.get().is_some() {
                 return false;
             }
-        };
+            match added {
+                Ok(wd) if state.removals == removals || state.watched.contains_key(&wd) => {
+                    self.record(state, dir, wd);
+                    return true;
+                }
+                // It may have been removed meanwhile, as that of another inode.
+                Ok(_) => {}
+                Err(Errno::NOSPC) if !has_made_room && state.watched.len() >= DIRECTORIES_MIN => {
+                    self.evict(state);
+                    has_made_room = true;
+                }
+                Err(error) => {
+                    self.cannot_watch(error);
+                    return false;
+                }
+            }
+        }
+    }
+
+    fn cannot_watch(&self, error: Errno) {
+        self.has_unwatched.store(true, Ordering::Release);
+        if !self.has_warned.swap(true, Ordering::Relaxed) {
+            let why = match error {
+                Errno::NOSPC => "fs.inotify.max_user_watches is reached".into(),
+                error => error.to_string(),
+            };
+            tracing::warn!("cannot watch some directories: {why}; clients ask for what is in them each second");
+        }
+    }
+
+    fn record(&self, state: &mut State, dir: &Arc<Inode>, wd: i32) {
         let same = state.watched.entry(wd).or_default();
         if same.is_empty() {
             state.clock.push_back(wd);
         }
         same.push(Arc::clone(dir));
+        state.by_number.insert(dir.ino, Arc::clone(dir));
         dir.watch.set(Some(wd));
         // Forgotten meanwhile: the table does not remove it any more.
         if !dir.has_references() {
@@ -278,7 +255,25 @@ impl Directories {
             let watched = &state.watched;
             state.clock.retain(|wd| watched.contains_key(wd));
         }
-        true
+    }
+
+    /// Returns whether all that clients know has always been watched.
+    pub(crate) fn has_all(&self) -> bool {
+        !self.has_unwatched.load(Ordering::Acquire)
+    }
+
+    /// Returns whether clients hear of every change of an inode by others: all directories with names of it are watched,
+    /// and so is a directory itself.
+    pub(crate) fn is_watched(&self, inode: &Inode) -> bool {
+        let state = &*lock(&self.state);
+        let mut dirs = state.names.dirs(inode.ino).peekable();
+        let is_found = inode.is_dir() || dirs.peek().is_some();
+        is_found && dirs.chain(inode.is_dir().then_some(inode.ino)).all(|dir| state.by_number.contains_key(&dir))
+    }
+
+    /// Notes that a client knows an inode without a name.
+    pub(crate) fn note_unnamed(&self) {
+        self.has_unwatched.store(true, Ordering::Release);
     }
 
     /// Removes the least recently used part of the watches.
@@ -301,17 +296,31 @@ impl Directories {
             }
         }
         tracing::debug!(evicted, "more directories are in use than can be watched: clients revalidate everything");
+        self.has_unwatched.store(true, Ordering::Release);
         state.is_behind = true;
         self.wake_fd.wake();
+    }
+
+    /// Returns whether directories are certainly removed.
+    fn are_removed(&self, dirs: &[Ino]) -> bool {
+        let inodes: Vec<_> = {
+            let state = lock(&self.state);
+            dirs.iter().map(|dir| state.by_number.get(dir).cloned()).collect()
+        };
+        let is_removed =
+            |inode: Arc<Inode>| inode.fd().is_some_and(|fd| statx(fd.as_fd(), b"").is_ok_and(|st| st.stx_nlink == 0));
+        inodes.into_iter().all(|inode| inode.is_some_and(is_removed))
     }
 
     fn unwatch(&self, state: &mut State, dir: &Inode) {
         let Some(wd) = dir.watch.get() else { return };
         dir.watch.set(None);
+        state.by_number.remove(&dir.ino);
         let Some(same) = state.watched.get_mut(&wd) else { return };
         same.retain(|inode| !std::ptr::eq(&**inode, dir));
         if same.is_empty() {
             state.watched.remove(&wd);
+            state.removals += 1;
             // It may be gone with its directory.
             let _ = inotify::remove_watch(&self.inotify, wd);
         }
@@ -323,7 +332,7 @@ impl Directories {
         let state = &mut *lock(&self.state);
         let was_named = state.names.names(inode.ino).next().is_some();
         let loses_names = state.names.is_full(inode.ino);
-        if !state.names.insert(hash(dir.ino, name), inode.ino) {
+        if !state.names.insert((dir.ino, hash(dir.ino, name)), inode.ino) {
             return false;
         }
         state.is_behind |= loses_names;
@@ -339,6 +348,7 @@ impl Directories {
 
     /// Records that clients know inodes of a former server: what they know was not watched.
     pub(crate) fn adopt(&self) {
+        self.note_unnamed();
         lock(&self.state).is_behind = true;
         self.wake_fd.wake();
     }
@@ -393,22 +403,35 @@ impl Directories {
             return tell(Change::All);
         }
         let name = Name::new(event.name).ok().map(|name| name.to_buf());
-        let (dirs, targets) = {
+        let (dirs, targets, replaced) = {
             let state = &mut *lock(&self.state);
             if event.mask & libc::IN_IGNORED != 0 {
                 // The directory is deleted, or its file system unmounted.
-                state.take(event.wd);
+                if state.take(event.wd) {
+                    self.has_unwatched.store(true, Ordering::Release);
+                }
                 return;
             }
             let Some(dirs) = state.watched.get(&event.wd) else { return };
             let dirs: Vec<_> = dirs.iter().map(|dir| dir.ino).collect();
-            let targets = match &name {
+            let (targets, replaced) = match &name {
                 Some(name) => targets(state, event, &dirs, name),
-                None => dirs.clone(),
+                None => (dirs.clone(), Vec::new()),
             };
-            (dirs, targets)
+            (dirs, targets, replaced)
         };
-        changes_of(event.mask.into(), name.as_ref().map(|name| (&*dirs, name)), &targets, tell);
+        let mut mask = event.mask;
+        if mask & (libc::IN_DELETE | libc::IN_ISDIR) == libc::IN_DELETE | libc::IN_ISDIR && !self.are_removed(&targets)
+        {
+            // Another directory may have had the name for a while: a client that is told that the one it knows is removed
+            // finds nothing in it any more.
+            mask ^= libc::IN_DELETE | libc::IN_MOVED_FROM;
+        }
+        changes_of(mask.into(), name.as_ref().map(|name| (&*dirs, name)), &targets, tell);
+        for ino in replaced {
+            // It has a link less.
+            tell(Change::Attr { ino });
+        }
         if let Some(history) = self.history.get() {
             let (mask, cookie) = (event.mask, event.cookie);
             let event = DirectoryEvent { mask, cookie, dirs: &dirs, name: name.as_ref(), targets: &targets };
@@ -417,25 +440,33 @@ impl Directories {
     }
 }
 
-/// Returns the inodes that a client has under a name, and follows a rename.
-fn targets(state: &mut State, event: &Event<'_>, dirs: &[Ino], name: &NameBuf) -> Vec<Ino> {
-    let names: Vec<_> = dirs.iter().map(|dir| hash(*dir, name.as_name().as_bytes())).collect();
-    let find = |state: &State, names: &[NameHash]| names.iter().flat_map(|name| state.names.find(*name)).collect();
+/// Returns the inodes that a client has under a name, and follows a rename; besides those that a rename has replaced.
+fn targets(state: &mut State, event: &Event<'_>, dirs: &[Ino], name: &NameBuf) -> (Vec<Ino>, Vec<Ino>) {
+    let names: Vec<_> = dirs.iter().map(|dir| (*dir, hash(*dir, name.as_name().as_bytes()))).collect();
+    let hashes = || names.iter().map(|(_, name)| *name);
+    let find = |state: &State, names: &mut dyn Iterator<Item = NameHash>| -> Vec<Ino> {
+        names.flat_map(|name| state.names.find(name)).collect()
+    };
+    let found = find(state, &mut hashes());
     if event.mask & libc::IN_MOVED_TO != 0 {
-        let moved = state.moved.take().filter(|(cookie, _)| *cookie == event.cookie);
-        let moved: Vec<Ino> = find(state, &moved.map(|(_, names)| names).unwrap_or_default());
+        let at = state.moves.iter().position(|(cookie, _)| *cookie == event.cookie);
+        let moved = at.and_then(|at| state.moves.remove(at)).map(|(_, names)| names).unwrap_or_default();
+        let moved = find(state, &mut moved.into_iter());
         for (name, ino) in names.iter().flat_map(|name| moved.iter().map(move |ino| (*name, *ino))) {
             // It forgets all others.
             state.is_behind |= state.names.is_full(ino);
             state.names.insert(name, ino);
         }
-        return moved;
+        let replaced = found.into_iter().filter(|ino| !moved.contains(ino)).collect();
+        return (moved, replaced);
     }
-    let found = find(state, &names);
     if event.mask & libc::IN_MOVED_FROM != 0 {
-        state.moved = Some((event.cookie, names));
+        if state.moves.len() >= MOVES_MAX {
+            state.moves.pop_front();
+        }
+        state.moves.push_back((event.cookie, hashes().collect()));
     }
-    found
+    (found, Vec::new())
 }
 
 /// One `struct inotify_event`.
@@ -542,19 +573,25 @@ mod tests {
         }
     }
 
+    /// The kernel queues the two events of a rename one by one.
     #[test]
-    fn an_inode_has_a_limited_number_of_names() {
-        let mut index = NameIndex::default();
-        for number in 0..1000_u64 {
-            assert!(index.insert(number, Ino(7)));
-            assert!(!index.insert(number, Ino(7)));
-            assert_eq!(index.find(number), [Ino(7)]);
-            assert!(index.by_name.len() <= NAMES_MAX && index.by_ino.len() <= NAMES_MAX);
+    fn renames_at_once_are_told_apart() {
+        let (dir, mut state) = (Ino(1), State::default());
+        let hash = |name: &str| (dir, hash(dir, name.as_bytes()));
+        state.names.insert(hash("a"), Ino(10));
+        state.names.insert(hash("x"), Ino(11));
+        let (from, to) = (libc::IN_MOVED_FROM, libc::IN_MOVED_TO);
+        for (mask, cookie, name) in [(from, 1, "a"), (from, 2, "x"), (to, 1, "b"), (to, 2, "y")] {
+            let event = Event { wd: 1, mask, cookie, name: name.as_bytes() };
+            let name = Name::new(name.as_bytes()).unwrap().to_buf();
+            assert_eq!(targets(&mut state, &event, &[dir], &name).0.len(), 1, "{name:?}");
         }
-        index.insert(999, Ino(8));
-        assert_eq!(index.find(999), [Ino(7), Ino(8)]);
-        index.forget(Ino(7));
-        index.forget(Ino(8));
-        assert!(index.by_name.is_empty() && index.by_ino.is_empty());
+        assert_eq!((state.names.find(hash("b").1), state.names.find(hash("y").1)), (vec![Ino(10)], vec![Ino(11)]));
+        assert!(state.moves.is_empty());
+        for cookie in (0..).take(2 * MOVES_MAX) {
+            let event = Event { wd: 1, mask: from, cookie, name: b"gone" };
+            targets(&mut state, &event, &[dir], &Name::new(b"gone").unwrap().to_buf());
+        }
+        assert_eq!(state.moves.len(), MOVES_MAX);
     }
 }

@@ -656,6 +656,13 @@ fn changes_are_published() {
     assert_eq!(take(), [entry_change("g"), Change::Attr { ino }]);
     dir.rename(cx, (Ino::ROOT, name("g")), (Ino::ROOT, name("h")), RenameFlags::empty()).unwrap();
     assert_eq!(take(), [entry_change("g"), entry_change("h")]);
+    {
+        let _other = dir.changes().unwrap().subscribe(|_, _| {});
+        for (from, to) in [("h", "i"), ("i", "h")] {
+            dir.rename(cx, (Ino::ROOT, name(from)), (Ino::ROOT, name(to)), RenameFlags::empty()).unwrap();
+            assert_eq!(take(), [Change::Attr { ino }, entry_change(from), entry_change(to)], "its time of change");
+        }
+    }
     dir.unlink(cx, Ino::ROOT, name("h")).unwrap();
     assert_eq!(take(), [Change::Attr { ino }, Change::Removed { dir: Ino::ROOT, name: name("h").to_buf(), ino }]);
     fs::write(share.path("unknown"), "").unwrap();

@@ -317,6 +317,83 @@ fn least_recently_used_directories_are_unwatched_and_everything_revalidated() {
     heard.wait_for(&data(second));
 }
 
+/// What a client knows of a directory that is not watched any more lasts a second, until it is watched again.
+#[test]
+fn what_is_not_watched_is_said() {
+    let (share, heard) = watched_directories(Some(4));
+    sh(&share, "for n in $(seq 9); do mkdir $n; echo 1 >$n/file; done; echo 1 >file");
+    let (directory, file, other) = (share.ino("1"), share.ino("1/file"), share.ino("file"));
+    assert!([directory, file, other, Ino::ROOT].iter().all(|ino| share.dir.is_watched(*ino)));
+    for n in 2..=9 {
+        share.ino(&format!("{n}/file"));
+    }
+    heard.wait_for(&Change::All);
+    assert!(!share.dir.is_watched(directory) && !share.dir.is_watched(file));
+    assert!(share.dir.is_watched(share.ino("9/file")) && share.dir.is_watched(other));
+    // A file whose other name is in such a directory.
+    sh(&share, "ln 9/file 1/link");
+    let linked = share.ino("1/link");
+    assert!(share.dir.is_watched(linked) && share.dir.is_watched(file));
+}
+
+#[test]
+fn more_names_of_a_file_than_are_kept_are_told_at_once() {
+    let (share, heard) = watched_directories(None);
+    sh(&share, "echo 1 >file; for i in $(seq 255); do ln file link$i; done");
+    let file = share.ino("file");
+    (1..=255).for_each(|number| assert_eq!(share.ino(&format!("link{number}")), file));
+    heard.clear();
+    sh(&share, "mv link1 moved");
+    heard.wait_for(&Change::All);
+}
+
+/// The directory that a client knows lives on under another name.
+#[test]
+fn another_directory_of_a_former_name_is_removed() {
+    let (share, heard) = watched_directories(None);
+    sh(&share, "mkdir known");
+    let known = share.ino("known");
+    sh(&share, "mv known moved; mkdir known; rmdir known; echo >mark");
+    heard.wait_for(&Change::Unsure { dir: Ino::ROOT, name: name("mark").to_buf() });
+    let all = heard.all.0.lock().unwrap().clone();
+    let is_removed = |change: &Change| matches!(change, Change::Removed { ino, .. } if *ino == known);
+    assert!(!all.iter().any(|(change, _)| is_removed(change)), "{all:?}");
+}
+
+/// A program of the host goes on to write to a file that it has removed or replaced.
+#[test]
+fn removed_files_are_still_watched() {
+    let (share, heard) = watched_directories(None);
+    sh(&share, "echo 1 >file; ln file link");
+    let file = share.ino("file");
+    let mut writer = File::options().append(true).open(share.path("file")).unwrap();
+    sh(&share, "echo 2 >other; mv other file");
+    heard.wait_for(&Change::Attr { ino: file });
+    sh(&share, "rm file");
+    heard.clear();
+    writer.write_all(b"more").unwrap();
+    drop(writer);
+    heard.wait_for(&data(file));
+}
+
+#[test]
+fn own_changes_are_told_to_another_mount_of_a_directory() {
+    if !is_root() {
+        ferry_skip::skip!("only root can mount");
+        return;
+    }
+    let Some((share, heard)) = watched(OwnChanges::Skip) else { return };
+    sh(&share, "mkdir bind origin; echo 1 >origin/file");
+    sh(&share, "mount --bind origin bind");
+    let found = ["origin/file", "bind/file"].map(|path| share.walk(path));
+    let written = fs::write(share.path("origin/file"), "two");
+    sh(&share, "umount -l bind");
+    written.unwrap();
+    let [one, other] = found.map(|entry| entry.unwrap().ino);
+    assert_ne!(one, other);
+    heard.wait_for(&data(other));
+}
+
 #[test]
 fn watches_are_removed_when_clients_forget() {
     let (share, heard) = watched_directories(None);
