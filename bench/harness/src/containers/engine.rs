@@ -202,6 +202,15 @@ impl Drop for Engine {
 
 /// Has programs and the registry's files read, which are not to be read from the disk while something is measured.
 pub fn look_at(programs: &Programs, registry: &Path) {
+    look_at_programs(programs);
+    for file in crate::images::walk::files(registry).unwrap_or_default() {
+        let _ = std::fs::File::open(registry.join(file))
+            .and_then(|mut file| std::io::copy(&mut file, &mut std::io::sink()));
+    }
+}
+
+/// The same of programs alone.
+pub fn look_at_programs(programs: &Programs) {
     let containerd = &programs.containerd;
     for (program, flag) in [("ctr", "--version"), ("runc", "--version"), ("containerd-shim-runc-v2", "-v")] {
         let _ = Command::new(containerd.join(program)).arg(flag).stdout(Stdio::null()).stderr(Stdio::null()).status();
@@ -210,9 +219,5 @@ pub fn look_at(programs: &Programs, registry: &Path) {
         programs.erofs.iter().map(|directory| directory.join("mkfs.erofs")).chain(["du".into(), "timeout".into()])
     {
         let _ = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
-    }
-    for file in crate::images::walk::files(registry).unwrap_or_default() {
-        let _ = std::fs::File::open(registry.join(file))
-            .and_then(|mut file| std::io::copy(&mut file, &mut std::io::sink()));
     }
 }

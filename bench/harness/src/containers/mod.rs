@@ -157,7 +157,7 @@ mod tests {
         assert_eq!((works(&cli(&[])).len(), works(&cli(&["--quick"])).len()), (18, 4));
         let [name] = &*works(&cli(&["--rows", "disk"])) else { panic!("one row is about disks") };
         assert_eq!(known_row(&name.rows()[0].1).map(|row| row.unit), Some("MB"));
-        assert_eq!(order().count(), 40 * 4);
+        assert_eq!(order().count(), 45 * 4);
         let none = || std::path::PathBuf::new();
         let programs = Programs {
             ferry: none(),

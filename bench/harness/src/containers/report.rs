@@ -79,8 +79,8 @@ fn markdown(lines: &[Line], machine: &Machine, peers: &str, targets: &[Target]) 
          packages, `node` starts a server with Express, `java` is a development kit, of which `java --version` is started; `layered` is `python` with a layer for each package.\n\
          * `cold start`: containerd and the snapshotter are new, the kernel's caches are empty (but for programs and the registry); the time is \
          that of `ctr images pull` and of `ctr run` until its first output. The delay is there and back, each connection takes it once more, and TLS \
-         again; the bandwidth is this machine's. Bytes and requests are those of containerd and the snapshotter, until the output.\n\
-         * `warm start`: `ctr run` again. `ls -lR`: of the root, mounted by `ctr images mount`, with empty caches and again. `memory`: the \
+         again; the bandwidth is this machine's. Bytes and requests are those of containerd and the snapshotter, until the container has ended.\n\
+         * `warm start`: `ctr run` a third time, with full caches; `start with empty caches`: so once more (but for programs). `ls -lR`: of the root, mounted by `ctr images mount`, with empty caches and again. `memory`: the \
          snapshotter's processes, and their part of what they share; overlayfs and erofs are parts of containerd. `disk of twenty images`: a base of which a twentieth of the files \
          changes four times, and an application of which a twentieth changes each time; the snapshots, without containerd's archives.\n\
          * `layers`: ferry-snapshotter with the same images as overlayfs and erofs; `stacked`: the same, without an image of all layers; `prepared`: after `ferry image convert`; `estargz`: \
