@@ -79,7 +79,7 @@ pub trait MonitoredWorker: Send + Sync {
     /// # Errors
     ///
     /// The request has a reply already, or the memory of the reply is in use.
-    fn give_up(&self, _serving: &CurrentRequest, _errno: Errno) -> Result<(), NotEnded> {
+    fn abort(&self, _serving: &CurrentRequest, _errno: Errno) -> Result<(), NotEnded> {
         Err(NotEnded::Over)
     }
     /// Calls the policy for each transfer in flight and each request that another thread will reply to, with its number
@@ -285,7 +285,7 @@ impl MonitorLoop {
             }
             let Some(errno) = verdict(one.serving.unique, now, one.since) else { return true };
             // While the kernel transfers data for it, its memory cannot be taken away: retry at the next check.
-            one.post.give_up(&one.serving, errno) == Err(NotEnded::Held)
+            one.post.abort(&one.serving, errno) == Err(NotEnded::Held)
         });
         if !blocked.is_empty() && now.duration_since(self.polled) >= POLL_BLOCKED_EVERY {
             self.polled = now;

@@ -6,8 +6,8 @@ use ferry_vhost::{Device, Port, WorkerOptions};
 use ferry_wire::blk::{Config, DeviceFeatures};
 
 use crate::handler::Handler;
+use crate::jobs::Reply;
 use crate::options::{Options, QUEUES_MAX};
-use crate::slow::Reply;
 use crate::state::State;
 
 /// The maximum number of data segments in a request: with header and status they fit into queues of 128 entries.

@@ -14,9 +14,9 @@ use ferry_wire::blk::{
     HEADER_BYTES, ID_BYTES, Limits, RANGE_BYTES, RANGES_MAX, Range, Refusal, Request, Sizes, Status,
 };
 
+use crate::jobs::{self, Job, Reply};
 use crate::metrics::ActiveRequest;
 use crate::request_text::RequestText;
-use crate::slow::{self, Job, Reply};
 use crate::state::{CopyPermit, State};
 
 /// The maximum number of bytes that are zeroed for a failed request; Linux sends no larger ones.
@@ -194,7 +194,7 @@ impl Handler {
 
     fn run_on_pool(&mut self, io: &Io<'_>, job: Job, room: Option<CopyPermit>) -> ChainState {
         let (port, token, active, logged) = (Arc::clone(&self.port), io.token(), self.active, self.logged.take());
-        slow::run(&self.state, job, room, move |reply| port.reply(token, Reply { active, logged, ..reply }));
+        jobs::run(&self.state, job, room, move |reply| port.reply(token, Reply { active, logged, ..reply }));
         ChainState::Later
     }
 

@@ -21,10 +21,10 @@
 
 mod device;
 mod handler;
+mod jobs;
 mod metrics;
 mod options;
 mod request_text;
-mod slow;
 mod state;
 #[cfg(test)]
 mod tests;

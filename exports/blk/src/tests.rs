@@ -8,7 +8,7 @@ use ferry_wire::blk::{Config, DeviceFeatures, Range, Status};
 
 use crate::Options;
 use crate::device::Blk;
-use crate::slow::{self, Job};
+use crate::jobs::{self, Job};
 use crate::state::{CopyBudget, State};
 
 const BYTES: usize = 64 << 10;
@@ -74,7 +74,7 @@ impl Disk for Mem {
 
 fn run(state: &Arc<State>, job: Job) -> (Status, Vec<u8>) {
     let (tell, told) = mpsc::channel();
-    slow::run(state, job, None, move |reply| tell.send((reply.status, reply.data)).unwrap());
+    jobs::run(state, job, None, move |reply| tell.send((reply.status, reply.data)).unwrap());
     told.recv().unwrap()
 }
 

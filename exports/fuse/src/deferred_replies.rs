@@ -16,7 +16,7 @@ struct DeferredRequest<P> {
     place: P,
     since: Instant,
     /// Its caller got an error.
-    is_given_up: bool,
+    is_aborted: bool,
 }
 
 /// The deferred requests of one worker, each with the place that sends its reply.
@@ -37,26 +37,26 @@ pub(crate) fn may_be_abandoned(opcode: u32) -> bool {
 impl<P> DeferredReplies<P> {
     /// Records that another thread will reply to a request.
     pub(crate) fn begin(&self, unique: u64, place: P) {
-        lock(&self.0).insert(unique, DeferredRequest { place, since: Instant::now(), is_given_up: false });
+        lock(&self.0).insert(unique, DeferredRequest { place, since: Instant::now(), is_aborted: false });
     }
 
     /// Removes a request; returns whether it was aborted.
     pub(crate) fn end(&self, unique: u64) -> bool {
-        lock(&self.0).remove(&unique).is_some_and(|asked| asked.is_given_up)
+        lock(&self.0).remove(&unique).is_some_and(|asked| asked.is_aborted)
     }
 
     /// Returns the number of aborted requests that have not ended.
-    pub(crate) fn given_up(&self) -> usize {
-        lock(&self.0).values().filter(|asked| asked.is_given_up).count()
+    pub(crate) fn aborted(&self) -> usize {
+        lock(&self.0).values().filter(|asked| asked.is_aborted).count()
     }
 
-    /// Calls `give_up` for each request. It returns `None` if the request may continue, otherwise whether its caller
+    /// Calls `abort` for each request. It returns `None` if the request may continue, otherwise whether its caller
     /// got an error. Returns whether any may continue.
-    pub(crate) fn apply_policy(&self, mut give_up: impl FnMut(u64, &P, Instant) -> Option<bool>) -> bool {
+    pub(crate) fn apply_policy(&self, mut abort: impl FnMut(u64, &P, Instant) -> Option<bool>) -> bool {
         let mut goes_on = false;
-        for (unique, asked) in lock(&self.0).iter_mut().filter(|(_, asked)| !asked.is_given_up) {
-            match give_up(*unique, &asked.place, asked.since) {
-                Some(told) => asked.is_given_up = told,
+        for (unique, asked) in lock(&self.0).iter_mut().filter(|(_, asked)| !asked.is_aborted) {
+            match abort(*unique, &asked.place, asked.since) {
+                Some(told) => asked.is_aborted = told,
                 None => goes_on = true,
             }
         }
@@ -83,9 +83,9 @@ mod tests {
             (asked, goes_on)
         };
         assert_eq!(press(None), (vec![(1, 11), (2, 12)], true));
-        assert_eq!((press(Some(true)), later.given_up()), ((vec![(1, 11), (2, 12)], true), 1));
+        assert_eq!((press(Some(true)), later.aborted()), ((vec![(1, 11), (2, 12)], true), 1));
         assert_eq!(press(None), (vec![(2, 12)], true));
         assert!(later.end(1) && !later.end(1) && !later.end(2));
-        assert_eq!((press(None), later.given_up()), ((vec![], false), 0));
+        assert_eq!((press(None), later.aborted()), ((vec![], false), 0));
     }
 }

@@ -122,7 +122,7 @@ impl MonitoredWorker for Reader {
         self.generation_cell.runs(serving.generation)
     }
 
-    fn give_up(&self, serving: &CurrentRequest, errno: Errno) -> Result<(), NotEnded> {
+    fn abort(&self, serving: &CurrentRequest, errno: Errno) -> Result<(), NotEnded> {
         self.readers.lose(self.thread.get().copied(), || self.generation_cell.try_end(serving.generation))?;
         answer_error(&self.reply_channel(), serving.unique, errno);
         self.readers.replace_blocked();

@@ -1,4 +1,5 @@
-//! Serves the front end's messages.
+//! Serves the front end's messages: SET_MEM_TABLE by `set_mem_table`, and so on (vhost-user specification, "Front-end
+//! message types").
 
 use std::fs::File;
 use std::os::fd::OwnedFd;

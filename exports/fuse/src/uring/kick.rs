@@ -46,7 +46,7 @@ pub(super) fn kick(device: BorrowedFd<'_>, file: u64, number: u64) -> Result<(),
 /// That thread may find no free entry either, and then waits behind the others. So every registration kicks, because
 /// new callers may have taken the previous entries.
 pub(super) fn kick_by_stat(queue: &Arc<Queue>, times: usize) {
-    queue.pokers.fetch_add(1, Ordering::AcqRel);
+    queue.kickers.fetch_add(1, Ordering::AcqRel);
     let present = ServingThread::new(&queue.connection);
     let started = std::thread::Builder::new().name("fuse-kick".into()).spawn({
         let queue = Arc::clone(queue);
@@ -55,13 +55,13 @@ pub(super) fn kick_by_stat(queue: &Arc<Queue>, times: usize) {
             for _ in 0..times {
                 look_at(&queue.connection.mountpoint);
             }
-            queue.pokers.fetch_sub(1, Ordering::AcqRel);
+            queue.kickers.fetch_sub(1, Ordering::AcqRel);
             drop(queue);
             drop(present);
         }
     });
     if let Err(error) = started {
-        queue.pokers.fetch_sub(1, Ordering::AcqRel);
+        queue.kickers.fetch_sub(1, Ordering::AcqRel);
         tracing::debug!("requests of CPU {} may wait until another one ends: {error}", queue.cpu);
     }
 }

@@ -60,7 +60,7 @@ pub(super) enum Mail {
     /// An entry's transfer takes too long.
     Cancel(usize),
     /// Have the kernel look for requests that wait for an entry.
-    Nudge,
+    Kick,
     /// Look whether it is over.
     Look,
 }
@@ -71,13 +71,13 @@ struct Calls {
     /// Those whose threads are blocked while others have the queue.
     away: Vec<BlockedCall>,
     /// The request of the owner's own call was aborted, because no thread was available to take over the queue.
-    given_up: Option<CallSnapshot>,
+    aborted: Option<CallSnapshot>,
 }
 
 #[derive(Debug)]
 struct BlockedCall {
     call: CallSnapshot,
-    is_given_up: bool,
+    is_aborted: bool,
 }
 
 pub(super) struct Queue {
@@ -92,10 +92,10 @@ pub(super) struct Queue {
     registered: AtomicUsize,
     /// The regular file that was read or written last: one that the kernel knows.
     pub(super) kept: AtomicU64,
-    /// How often the kernel was nudged.
-    pub(super) nudges: AtomicU64,
+    /// How often the kernel was kicked.
+    pub(super) kicks: AtomicU64,
     /// Threads that retry a failed kick.
-    pub(super) pokers: AtomicUsize,
+    pub(super) kickers: AtomicUsize,
     /// Transfers that the ring is making.
     pub(super) active_transfers: RingTransfers,
     /// Requests with a later reply, and those with a blocked handler.
@@ -135,8 +135,8 @@ impl Queue {
             blocks,
             registered: AtomicUsize::new(0),
             kept: AtomicU64::new(0),
-            nudges: AtomicU64::new(0),
-            pokers: AtomicUsize::new(0),
+            kicks: AtomicU64::new(0),
+            kickers: AtomicUsize::new(0),
             active_transfers: RingTransfers::default(),
             parked: AtomicIsize::new(0),
             calls: Mutex::default(),
@@ -171,7 +171,7 @@ impl Queue {
     /// Whether so many requests wait that few entries are left for others. A blocked thread keeps those that it was given.
     pub(super) fn is_short(&self) -> bool {
         let parked = usize::try_from(self.parked.load(Ordering::Relaxed)).unwrap_or(0);
-        let parked = parked.saturating_sub(self.deferred.given_up());
+        let parked = parked.saturating_sub(self.deferred.aborted());
         let kept = lock(&self.calls).away.len() * self.depth;
         // A FLUSH passes those that wait for a limit, if there is an entry for it.
         let delayed = self.delayed.count().min(DELAYED_BYTES_MAX / self.payload_bytes.max(1));
@@ -273,14 +273,14 @@ impl MonitoredWorker for Queue {
     fn replace_worker(self: Arc<Self>, seen: CallSnapshot) -> Replacement {
         // Until the call is among those that are away: its thread may come back at once.
         let mut calls = lock(&self.calls);
-        let is_given_up = calls.given_up == Some(seen);
-        let lost = calls.away.iter().filter(|away| away.is_given_up).count() + usize::from(is_given_up);
+        let is_aborted = calls.aborted == Some(seen);
+        let lost = calls.away.iter().filter(|away| away.is_aborted).count() + usize::from(is_aborted);
         let spare = lock(&self.spares).pop();
         let Some(parked_worker) = spare.or_else(|| self.add_thread(lost).ok()) else { return Replacement::Nobody };
         match self.watch.take(seen) {
             Some(ownership) => {
                 self.parked.fetch_add(1, Ordering::Relaxed);
-                calls.away.push(BlockedCall { call: seen, is_given_up });
+                calls.away.push(BlockedCall { call: seen, is_aborted });
                 parked_worker.give(Order::Own(ownership));
                 Replacement::Found
             }
@@ -296,7 +296,7 @@ impl MonitoredWorker for Queue {
             .is_some_and(|(block, slot)| block.states[slot].generation_cell.runs(serving.generation))
     }
 
-    fn give_up(&self, serving: &CurrentRequest, errno: Errno) -> Result<(), NotEnded> {
+    fn abort(&self, serving: &CurrentRequest, errno: Errno) -> Result<(), NotEnded> {
         let reply = encode_error(serving.unique, errno);
         // Until the call is marked: its thread may come back at once.
         let mut calls = lock(&self.calls);
@@ -306,8 +306,8 @@ impl MonitoredWorker for Queue {
             outcome => outcome?,
         }
         match calls.away.iter_mut().find(|away| away.call == serving.call) {
-            Some(away) => away.is_given_up = true,
-            None if self.watch.look() == serving.call => calls.given_up = Some(serving.call),
+            Some(away) => away.is_aborted = true,
+            None if self.watch.look() == serving.call => calls.aborted = Some(serving.call),
             // The handler has returned, but another thread had to reply.
             None => {}
         }
@@ -317,7 +317,7 @@ impl MonitoredWorker for Queue {
     fn poll_blocked(&self) {
         // A worker with unread mail needs no further message.
         if !self.mail.is_filled() {
-            self.mail.post(Mail::Nudge);
+            self.mail.post(Mail::Kick);
         }
     }
 

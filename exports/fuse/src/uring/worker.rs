@@ -238,10 +238,10 @@ impl<'a> Worker<'a> {
         // SAFETY: the kernel has just passed the entry to this thread.
         let (header, ring_entry) = unsafe { block.chunk.request(slot) };
         // Our own look at the root has the kernel fetch what waits.
-        let is_poke = self.queue.pokers.load(Ordering::Acquire) > 0
+        let is_kick = self.queue.kickers.load(Ordering::Acquire) > 0
             && header.nodeid == Ino::ROOT.0
             && [Opcode::Getattr.as_raw(), Opcode::Statx.as_raw()].contains(&header.opcode);
-        if header.opcode == NOTIFY_REPLY || is_poke || !is_limited(header.opcode) {
+        if header.opcode == NOTIFY_REPLY || is_kick || !is_limited(header.opcode) {
             return false;
         }
         // For the reply, if it is interrupted.
@@ -280,8 +280,8 @@ impl<'a> Worker<'a> {
                 Mail::Commit(index) => self.commit(index),
                 Mail::Begin(index) => self.begin_transfer(index),
                 Mail::Cancel(index) => self.cancel_transfer(index),
-                Mail::Nudge => {
-                    if self.kick(1) == 0 && self.queue.pokers.load(Ordering::Acquire) == 0 {
+                Mail::Kick => {
+                    if self.kick(1) == 0 && self.queue.kickers.load(Ordering::Acquire) == 0 {
                         kick_by_stat(self.queue, 1);
                     }
                 }
@@ -431,9 +431,9 @@ impl<'a> Worker<'a> {
         let more = queue.add_block().and_then(|indices| {
             self.register(indices.clone())?;
             self.submit()?;
-            let (times, nudged) = (indices.len(), self.kick(indices.len()));
-            if nudged < times {
-                kick_by_stat(self.queue, times - nudged);
+            let (times, kicked) = (indices.len(), self.kick(indices.len()));
+            if kicked < times {
+                kick_by_stat(self.queue, times - kicked);
             }
             Ok(())
         });
@@ -447,7 +447,7 @@ impl<'a> Worker<'a> {
         let Self { queue, .. } = self;
         let file = queue.kept.load(Ordering::Relaxed);
         let one = |_: &usize| {
-            let number = queue.nudges.fetch_add(1, Ordering::Relaxed) << u16::BITS | u64::from(queue.id);
+            let number = queue.kicks.fetch_add(1, Ordering::Relaxed) << u16::BITS | u64::from(queue.id);
             kick(queue.connection.device.as_fd(), file, number).is_ok()
         };
         (0..times).take_while(one).count()
