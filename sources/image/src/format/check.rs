@@ -9,7 +9,7 @@ use ferry_vfs::FileType;
 
 use crate::format::chunk;
 use crate::format::data::{Data, ENTRY_BYTES, Run};
-use crate::format::erofs::{BLOCK_BYTES, kind};
+use crate::format::erofs::{BLOCK_BYTES, IDENTITY_XATTR, kind};
 use crate::format::error::{Flaw, ImageResult};
 use crate::format::image::{Entry, Image, Inode, Nid, XattrAt};
 use crate::format::walk::{DEPTH_MAX, Step};
@@ -229,6 +229,9 @@ impl<'a> Walk<'a> {
                 let names: HashSet<_> = xattrs.iter().map(|xattr| &xattr.name).collect();
                 if names.len() != xattrs.len() {
                     self.say(path, "an attribute twice");
+                }
+                if xattrs.iter().any(|xattr| xattr.name != IDENTITY_XATTR && self.image.denies(&xattr.name)) {
+                    self.say(path, "an attribute of a kind of which the image says that there is none");
                 }
             }
             Err(flaw) => self.say(path, &flaw.to_string()),

@@ -18,6 +18,7 @@ const SUPER_META_BLOCK: usize = SUPER_OFFSET + 40;
 /// Where the device table of our images is, how long a slot of it is, and where in one the first block's number is.
 pub const DEVICES: usize = SUPER_OFFSET + 128;
 pub const DEVICE_BYTES: usize = 128;
+pub const DEVICE_BLOCKS: usize = 64;
 pub const DEVICE_FIRST_BLOCK: usize = 68;
 /// Where in an inode of either length what is.
 pub const FORMAT: usize = 0;

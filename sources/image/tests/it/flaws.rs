@@ -8,8 +8,8 @@ use std::sync::OnceLock;
 
 use common::Bench;
 use common::damaged::{
-    DEVICE_BYTES, DEVICE_FIRST_BLOCK, DEVICES, Damaged, FORMAT, KIND, MODE, NAME_OFFSET, NLINK, NSEC, PLACE, SIZE,
-    SUPER_INODES, SUPER_XATTR_BLOCK, XATTR_COUNT, bench, composefs_bench,
+    DEVICE_BLOCKS, DEVICE_BYTES, DEVICE_FIRST_BLOCK, DEVICES, Damaged, FORMAT, KIND, MODE, NAME_OFFSET, NLINK, NSEC,
+    PLACE, SIZE, SUPER_INODES, SUPER_XATTR_BLOCK, XATTR_COUNT, bench, composefs_bench,
 };
 use common::readers::{Log, ask_all};
 use ferry_image::erofs::SUPER_OFFSET;
@@ -115,11 +115,14 @@ const FLAWS: [(&str, Damage); 36] = [
 ];
 
 /// What only `fsck` looks for.
-const FINDINGS: [(&str, Damage); 26] = [
+const FINDINGS: [(&str, Damage); 27] = [
     ("/: the image ends after", |image| image.bytes.truncate(image.bytes.len() - 1)),
     ("/a/file: not in the order of names, or twice", |image| image.put(image.line("a", "b").1, b"z")),
     ("/pair/x1: not in the order of names, or twice", |image| image.put(image.line("pair", "x2").1, b"x1")),
     ("/attributes: an attribute twice", |image| image.put(image.find("attributes", b"two2"), b"one")),
+    ("/a: an attribute of a kind of which the image says that there is none", |image| {
+        image.put(SUPER_OFFSET + 64 + 15, &[1]);
+    }),
     ("/a/.: leads to another directory than it should", |image| {
         image.put_u64(image.line("a", ".").0, image.nid("empty").0);
     }),
@@ -188,7 +191,7 @@ const FINDINGS: [(&str, Damage); 26] = [
 ];
 
 /// What is found when an image is opened.
-const REFUSALS: [(&str, Damage); 10] = [
+const REFUSALS: [(&str, Damage); 12] = [
     ("no magic number of EROFS", |image| image.put(SUPER_OFFSET, &[0])),
     ("blocks that are not 4 KiB", |image| image.put(SUPER_OFFSET + 12, &[13])),
     ("blocks that are not 4 KiB", |image| image.put(SUPER_OFFSET + 90, &[1])),
@@ -200,6 +203,12 @@ const REFUSALS: [(&str, Damage); 10] = [
         image.put_u32(DEVICES + DEVICE_BYTES + DEVICE_FIRST_BLOCK, first);
     }),
     ("devices that overlap", |image| image.put_u32(DEVICES + DEVICE_FIRST_BLOCK, 0)),
+    ("a device that ends after the last block", |image| {
+        // The kernel reads zeros there.
+        let blocks = image.u32(DEVICES + DEVICE_BYTES + DEVICE_BLOCKS);
+        image.put_u32(DEVICES + DEVICE_BYTES + DEVICE_FIRST_BLOCK, u32::MAX - blocks + 1);
+    }),
+    ("inodes that begin at another block", |image| image.put_u32(SUPER_OFFSET + 40, 1)),
     ("the end of the image in the middle of a structure", |image| image.put_u16(SUPER_OFFSET + 88, u16::MAX)),
     ("a root that is not a directory", |image| image.put_u16(image.inode("") + MODE, 0o100_644)),
 ];

@@ -116,6 +116,8 @@ fn lay_out(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places, iden
         first_blocks.insert(pack.name, next);
         next += pack.blocks;
     }
+    // The number `u32::MAX` is no block's.
+    number(next)?;
 
     let writer = Writer { tree, xattrs: &xattrs, inodes: &inodes, packs, first_blocks: &first_blocks, packed: &packed };
     for (number, id) in order.iter().enumerate() {

@@ -27,6 +27,12 @@ impl Image {
         !self.lacks(FLAT_NO_XATTRS | FLAT_NO_LABELS)
     }
 
+    /// Whether the image says that no inode has such an attribute. Readers then hide it.
+    pub(crate) fn denies(&self, xattr: &[u8]) -> bool {
+        let volume = &self.header.volume;
+        volume.starts_with(FLAT_VOLUME) && volume[15] & denied_by(xattr) != 0
+    }
+
     /// Returns whether no inode has an attribute of these kinds. Flat images say so; others are searched once.
     fn lacks(&self, kinds: u8) -> bool {
         let volume = &self.header.volume;

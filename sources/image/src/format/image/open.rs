@@ -115,6 +115,10 @@ impl Image {
             if pack.first_block < after {
                 return Err(flaw("devices that overlap"));
             }
+            // The kernel reads zeros at the block `u32::MAX` (EROFS_NULL_ADDR).
+            if pack.end() > u64::from(u32::MAX) {
+                return Err(flaw("a device that ends after the last block"));
+            }
             self.packs.push(pack);
         }
         Ok(())
@@ -148,6 +152,10 @@ fn superblock(bytes: &[u8]) -> ImageResult<Super> {
     };
     if header.feature_incompat.get() & !(INCOMPAT_DEVICE_TABLE | INCOMPAT_CHUNKS | prefixes) != 0 {
         return Err(flaw("features that Ferry does not know (compression, long prefixes)", 80));
+    }
+    // Then an inode could have the number that stands for the root.
+    if header.meta_block.get() != 0 {
+        return Err(flaw("inodes that begin at another block", 40));
     }
     if header.volume.starts_with(FLAT_VOLUME_1) {
         return Err(flaw(
