@@ -8,11 +8,14 @@ use ferry_wire::events::{ANNOUNCE, ANNOUNCEMENT_BYTES, Announcement, INTERRUPT, 
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, StatxFlags, accessat, statx};
 use rustix::io::{Errno, Result};
 use rustix::mount::{FsPickFlags, fsconfig_reconfigure, fspick};
-use rustix::process::{Gid, Pid};
+use rustix::process::{Gid, Pid, Resource, getrlimit};
 
 /// `FILEID_INO64_GEN`, the type of FUSE's handles: two halves of the inode number, and its generation.
 const HANDLE_TYPE: c_int = 0x81;
 const HANDLE_WORDS: usize = 3;
+
+/// Descriptors up to this number are closed one by one, in less than a second. The agent has few.
+const DESCRIPTORS_MAX: u32 = 1 << 20;
 
 /// `struct file_handle` with FUSE's handle.
 #[repr(C)]
@@ -160,15 +163,47 @@ pub(crate) fn detach(keep: &mut [RawFd]) -> Result<()> {
     for kept in keep {
         let kept = u32::try_from(*kept).map_err(|_| Errno::BADF)?;
         if kept > first {
-            close_range(first, kept - 1)?;
+            close_range(first, kept - 1);
         }
         first = kept + 1;
     }
-    close_range(first, u32::MAX)
+    close_range(first, u32::MAX);
+    Ok(())
 }
 
-fn close_range(first: u32, last: u32) -> Result<()> {
+fn close_range(first: u32, last: u32) {
     // SAFETY: no descriptor that is closed is used afterwards.
-    let closed = unsafe { libc::syscall(libc::SYS_close_range, first, last, 0_u32) };
-    if closed < 0 { Err(last_error()) } else { Ok(()) }
+    if unsafe { libc::syscall(libc::SYS_close_range, first, last, 0_u32) } < 0 {
+        close_each(first, last);
+    }
+}
+
+/// As `close_range`, which Linux has since 5.9.
+fn close_each(first: u32, last: u32) {
+    let limit = getrlimit(Resource::Nofile).current.and_then(|limit| u32::try_from(limit).ok());
+    for fd in first..=last.min(limit.unwrap_or(u32::MAX)).min(DESCRIPTORS_MAX) {
+        // SAFETY: as in `close_range`.
+        unsafe { libc::close(fd.cast_signed()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_getfd};
+
+    use super::*;
+
+    #[test]
+    fn descriptors_are_closed_without_close_range() {
+        let file = std::fs::File::open("/").unwrap();
+        // No other thread of this process has such numbers.
+        let [first, second, other] = [800, 801, 900].map(|least| fcntl_dupfd_cloexec(&file, least).unwrap());
+        let [first, second] = [first, second].map(std::os::fd::IntoRawFd::into_raw_fd);
+        close_each(first.cast_unsigned(), second.cast_unsigned());
+        for closed in [first, second] {
+            // SAFETY: the kernel checks the number.
+            assert!(unsafe { libc::fcntl(closed, libc::F_GETFD) } < 0);
+        }
+        assert_eq!(fcntl_getfd(&other), Ok(FdFlags::CLOEXEC));
+    }
 }

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_vfs::RatelimitedLog;
 use tracing::callsite::Identifier;
@@ -130,11 +130,20 @@ impl Logging {
         self.own_requests.store(own, Ordering::Relaxed);
     }
 
-    /// Returns a receiver of every line from now on, until it is dropped.
-    pub(crate) fn listen(&self) -> Receiver<Vec<u8>> {
-        let (sender, receiver) = sync_channel(BACKLOG_LINES);
-        self.listeners.add(sender);
-        receiver
+    /// Returns every line from now on, until it is dropped.
+    pub(crate) fn listen(&self) -> Lines {
+        self.listeners.add(BACKLOG_LINES)
+    }
+
+    /// A log that nothing writes to.
+    #[cfg(test)]
+    pub(crate) fn detached() -> Self {
+        Self {
+            reload: Arc::new(|_| Ok(())),
+            listeners: Listeners::default(),
+            own_requests: Arc::default(),
+            default_level: "info".into(),
+        }
     }
 }
 
@@ -171,26 +180,55 @@ struct Listeners(Arc<ListenersInner>);
 struct ListenersInner {
     /// Avoids the lock while there is no listener.
     some: AtomicBool,
-    senders: Mutex<Vec<SyncSender<Vec<u8>>>>,
+    senders: Mutex<Senders>,
+}
+
+#[derive(Default)]
+struct Senders {
+    all: Vec<(u64, SyncSender<Vec<u8>>)>,
+    /// The number of listeners so far.
+    ever: u64,
+}
+
+/// The lines for one listener, which leaves when this is dropped.
+pub(crate) struct Lines {
+    pub(crate) receiver: Receiver<Vec<u8>>,
+    listeners: Listeners,
+    number: u64,
+}
+
+impl Drop for Lines {
+    fn drop(&mut self) {
+        let mut senders = self.listeners.lock();
+        senders.all.retain(|(number, _)| *number != self.number);
+        self.listeners.0.some.store(!senders.all.is_empty(), Ordering::Release);
+    }
 }
 
 impl Listeners {
-    fn add(&self, sender: SyncSender<Vec<u8>>) {
-        let mut senders = self.0.senders.lock().unwrap_or_else(PoisonError::into_inner);
-        senders.push(sender);
+    fn lock(&self) -> MutexGuard<'_, Senders> {
+        self.0.senders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a listener, which may be so many lines behind.
+    fn add(&self, backlog_lines: usize) -> Lines {
+        let (sender, receiver) = sync_channel(backlog_lines);
+        let mut senders = self.lock();
+        senders.ever += 1;
+        let number = senders.ever;
+        senders.all.push((number, sender));
         self.0.some.store(true, Ordering::Release);
+        Lines { receiver, listeners: self.clone(), number }
     }
 
     fn send(&self, line: &[u8]) {
         if !self.0.some.load(Ordering::Acquire) {
             return;
         }
-        let mut senders = self.0.senders.lock().unwrap_or_else(PoisonError::into_inner);
-        // A slow listener misses the line; a disconnected one is removed.
-        senders.retain(|sender| {
-            !matches!(sender.try_send(line.to_vec()), Err(std::sync::mpsc::TrySendError::Disconnected(_)))
-        });
-        self.0.some.store(!senders.is_empty(), Ordering::Release);
+        for (_, sender) in &self.lock().all {
+            // A slow listener misses the line.
+            let _ = sender.try_send(line.to_vec());
+        }
     }
 }
 
@@ -401,8 +439,7 @@ mod tests {
     #[test]
     fn a_warning_is_logged_a_few_times_from_each_place() {
         let listeners = Listeners::default();
-        let (sender, receiver) = sync_channel(1000);
-        listeners.add(sender);
+        let heard = listeners.add(1000);
         let writer = Writer { listeners, own_requests: Arc::default(), syslog: None, limits: Limits::default() };
         let lines =
             tracing_subscriber::fmt::layer().with_writer(writer).without_time().with_target(false).with_ansi(true);
@@ -416,7 +453,7 @@ mod tests {
             }
             tracing::warn!("a\nb\x1b[31m{}", "x".repeat(LOG_LINE_BYTES_MAX));
         });
-        let lines: Vec<String> = receiver.try_iter().map(|line| String::from_utf8(line).expect("text")).collect();
+        let lines: Vec<String> = heard.receiver.try_iter().map(|line| String::from_utf8(line).expect("text")).collect();
         let count = |text: &str| lines.iter().filter(|line| line.contains(text)).count();
         assert_eq!([count("one place"), count("there"), count("for people"), count("of one")], [10, 10, 50, 20]);
         for line in &lines {
@@ -437,14 +474,14 @@ mod tests {
     fn listeners_can_join_and_leave() {
         let listeners = Listeners::default();
         listeners.send(b"nobody");
-        let (sender, receiver) = sync_channel(1);
-        listeners.add(sender);
+        let first = listeners.add(1);
+        drop(listeners.add(1));
         listeners.send(b"one");
         listeners.send(b"missed");
-        assert_eq!(receiver.recv().as_deref(), Ok(&b"one"[..]));
-        assert!(receiver.try_recv().is_err());
-        drop(receiver);
-        listeners.send(b"nobody");
+        assert_eq!(first.receiver.recv().as_deref(), Ok(&b"one"[..]));
+        assert!(first.receiver.try_recv().is_err());
+        // Also if no line comes any more.
+        drop(first);
         assert!(!listeners.0.some.load(Ordering::Acquire));
     }
 }

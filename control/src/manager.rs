@@ -55,10 +55,11 @@ pub enum ManagerRequest {
 pub struct ManagerClient(UnixStream);
 
 impl ManagerClient {
-    /// Whether it has disconnected and needs no reply.
+    /// Whether it has disconnected and needs no reply. One that only sends no more still reads.
     #[must_use]
     pub fn has_gone(&self) -> bool {
-        let mut polled = [PollFd::new(&self.0, PollFlags::RDHUP)];
+        // HUP and ERR are always reported.
+        let mut polled = [PollFd::new(&self.0, PollFlags::empty())];
         poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
     }
 
@@ -243,6 +244,7 @@ mod tests {
             assert!(manager.requests(|_| true).is_empty() && manager.left().is_some());
             client.write_all(b"\nmore").expect("it reads");
             let (came, from) = manager.requests(|_| true).pop().expect("a request");
+            client.shutdown(std::net::Shutdown::Write).expect("a socket");
             assert_eq!((came, from.has_gone()), (request, false));
             from.reply(Ok(vec!["done".into()]));
             assert_eq!(answer(client), "{\"ok\":[\"done\"]}\n");

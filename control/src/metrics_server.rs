@@ -1,7 +1,7 @@
 //! The metrics over HTTP, on a loopback address or a unix socket: `GET /metrics`.
 //!
-//! One thread serves all clients. A client that exceeds its bytes or its time is dropped, and so is the oldest one when there are too
-//! many. So silent or invalid clients cost little, and exclude no others.
+//! One thread serves all clients. A client that exceeds its bytes or its time is dropped. When there are too many, so is the oldest one
+//! whose request is incomplete. So silent or invalid clients cost little, and exclude no others.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
@@ -191,7 +191,8 @@ fn serve(listener: &OwnedFd, ended: &AtomicBool, report: &dyn Fn(MetricsFormat) 
             match accept_with(listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC) {
                 Ok(stream) => {
                     if clients.len() >= CLIENTS_MAX {
-                        clients.remove(0);
+                        let incomplete = clients.iter().position(|client| client.reply.is_none());
+                        clients.remove(incomplete.unwrap_or_default());
                     }
                     clients.push(Client { stream, end: now + TIMEOUT, request: Vec::new(), reply: None });
                 }
@@ -290,6 +291,42 @@ mod tests {
             let error = text.parse::<MetricsAddress>().expect_err(text).to_string();
             assert!(error.contains(why) && error.contains("127.0.0.1:PORT"), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn silent_clients_do_not_displace_one_that_gets_its_reply() {
+        use std::io::{Read, Write};
+        use std::os::unix::net::{UnixListener, UnixStream};
+
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("s");
+        let listener = UnixListener::bind(&path).expect("a free path");
+        listener.set_nonblocking(true).expect("a socket");
+        let (listener, ended) = (OwnedFd::from(listener), AtomicBool::new(false));
+        let received = std::thread::scope(|scope| {
+            // More than the socket's buffer takes.
+            scope.spawn(|| serve(&listener, &ended, &|_| "x".repeat(16 << 20)));
+            let displace = || -> std::io::Result<_> {
+                let mut collector = UnixStream::connect(&path)?;
+                collector.set_read_timeout(Some(TIMEOUT))?;
+                collector.write_all(b"GET /metrics HTTP/1.1\r\n\r\n")?;
+                let mut reply = vec![0; 1];
+                collector.read_exact(&mut reply)?;
+                let silent = (0..4 * CLIENTS_MAX).map(|_| UnixStream::connect(&path));
+                let silent = silent.collect::<std::io::Result<Vec<_>>>()?;
+                let mut displaced = &silent[2 * CLIENTS_MAX];
+                displaced.set_read_timeout(Some(TIMEOUT))?;
+                let count = displaced.read(&mut [0])?;
+                collector.read_to_end(&mut reply)?;
+                Ok((count, reply.len()))
+            };
+            let received = displace();
+            ended.store(true, Ordering::Release);
+            let _ = rustix::net::shutdown(&listener, rustix::net::Shutdown::Both);
+            received
+        });
+        let (of_displaced, of_collector) = received.expect("a reply");
+        assert!(of_displaced == 0 && of_collector > 16 << 20, "{of_displaced}, {of_collector}");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,7 @@ use ferry_engine::requests::{self, Filter};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::log::Lines;
 use crate::shares::LOG;
 use crate::timed_stream::TimedStream;
 use crate::{
@@ -241,25 +242,32 @@ impl Drop for Follower<'_> {
     }
 }
 
+/// The place of a client among [`CLIENTS_MAX`], free when dropped.
+struct ClientSlot(Arc<Server>);
+
+impl Drop for ClientSlot {
+    fn drop(&mut self) {
+        self.0.clients.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
 impl Server {
     fn accept_requests(server: &Arc<Self>, client: UnixStream) {
-        if server.clients.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
-            server.clients.fetch_sub(1, Ordering::AcqRel);
+        let before = server.clients.fetch_add(1, Ordering::AcqRel);
+        let slot = ClientSlot(Arc::clone(server));
+        if before >= CLIENTS_MAX {
             // Without waiting: this thread accepts all clients.
             if client.set_nonblocking(true).is_ok() {
                 let _ = reply::<Status>(&client, Err(Error::Busy(CLIENTS_MAX)));
             }
             return;
         }
-        let serving = Arc::clone(server);
         let serve = move || {
-            if let Err(error) = serving.serve(&client) {
+            if let Err(error) = slot.0.serve(&client) {
                 tracing::debug!("a client of the control socket: {error}");
             }
-            serving.clients.fetch_sub(1, Ordering::AcqRel);
         };
         if let Err(error) = std::thread::Builder::new().name("control-client".into()).spawn(serve) {
-            server.clients.fetch_sub(1, Ordering::AcqRel);
             tracing::debug!("cannot start a thread for a client of the control socket: {error}");
         }
     }
@@ -434,9 +442,9 @@ fn reply<T: serde::Serialize>(client: &UnixStream, result: Result<T, Error>) -> 
 }
 
 /// Sends the log until the client disconnects.
-fn send_lines(mut client: &UnixStream, lines: &Receiver<Vec<u8>>) -> Result<(), Error> {
+fn send_lines(mut client: &UnixStream, lines: &Lines) -> Result<(), Error> {
     loop {
-        match lines.recv_timeout(POLL_INTERVAL) {
+        match lines.receiver.recv_timeout(POLL_INTERVAL) {
             Ok(line) => match client.write_all(&line) {
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
                 // A client that is too slow is disconnected.
@@ -495,6 +503,29 @@ mod tests {
         );
         state.followers.clear();
         assert_eq!(state.logged(), state.own);
+    }
+
+    #[test]
+    fn a_client_whose_request_panics_frees_its_place() {
+        static CLIENTS: AtomicUsize = AtomicUsize::new(0);
+        let may_access = |_| {
+            assert!(CLIENTS.fetch_add(1, Ordering::SeqCst) >= CLIENTS_MAX, "a fault");
+            true
+        };
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("s");
+        let socket = Socket::bind(&path).expect("a free path");
+        let owner = Owner { pid: std::process::id, may_access };
+        let _control = Control::listen(socket, Arc::from([]), Logging::detached(), owner).expect("a thread");
+        let ask = || {
+            let mut client = UnixStream::connect(&path).expect("it listens");
+            let _ = client.write_all(b"{\"do\":\"status\"}\n");
+            let mut reply = String::new();
+            let _ = client.read_to_string(&mut reply);
+            reply
+        };
+        (0..CLIENTS_MAX).for_each(|_| assert_eq!(ask(), ""));
+        assert!(ask().starts_with("{\"ok\""), "{}", ask());
     }
 
     #[test]

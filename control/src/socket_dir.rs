@@ -16,6 +16,8 @@ use crate::Error;
 const ROOT_DIR: &str = "/run/ferry";
 /// The parent of systemd's directories of logged-in users.
 const USERS_DIR: &str = "/run/user";
+/// The maximum number of names that are read in a directory of another user.
+const NAMES_MAX: usize = 1024;
 /// Only the user may enter.
 const MODE: u32 = 0o700;
 
@@ -153,37 +155,43 @@ pub fn managers() -> Vec<Endpoint> {
 
 /// Returns the sockets whose names end so.
 fn endpoints(suffix: &str) -> Vec<Endpoint> {
-    let mut directories: Vec<PathBuf> = own().into_iter().collect();
-    if rustix::process::geteuid().is_root() {
-        directories.extend(entries(Path::new(USERS_DIR)).into_iter().map(|user| user.join("ferry")));
-        directories.extend(
-            entries(Path::new("/tmp"))
-                .into_iter()
-                .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("ferry-"))),
-        );
+    let user = rustix::process::geteuid();
+    let own = own().ok();
+    let mut found: Vec<_> =
+        own.iter().flat_map(|directory| endpoints_in(directory, user.as_raw(), suffix, usize::MAX)).collect();
+    if user.is_root() {
+        let of_users = entries(Path::new(USERS_DIR)).map(|user| (number_at(&user, ""), user.join("ferry")));
+        let in_tmp = entries(Path::new("/tmp")).map(|path| (number_at(&path, "ferry-"), path));
+        for (owner, directory) in of_users.chain(in_tmp) {
+            if let Some(owner) = owner.filter(|owner| check(&directory, *owner).is_ok()) {
+                found.extend(endpoints_in(&directory, owner, suffix, NAMES_MAX));
+            }
+        }
     }
-    directories.sort();
-    directories.dedup();
-    let owned = directories.iter().filter_map(|directory| Some((private_owner(directory)?, directory)));
-    let paths = owned.flat_map(|(owner, directory)| entries(directory).into_iter().map(move |path| (owner, path)));
-    paths
-        .filter(|(_, path)| fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()))
-        .filter_map(|(owner, path)| {
-            let pid = path.file_name()?.to_str()?.strip_suffix(suffix)?.parse().ok()?;
-            Some(Endpoint { pid, owner, path })
-        })
-        .collect()
+    found
 }
 
-/// Returns the owner of a directory if only the owner has access.
-fn private_owner(directory: &Path) -> Option<u32> {
-    let owner = fs::symlink_metadata(directory).ok()?.uid();
-    check(directory, owner).ok().map(|()| owner)
+/// Returns the sockets in a directory, among its first names.
+fn endpoints_in(directory: &Path, owner: u32, suffix: &str, names_max: usize) -> impl Iterator<Item = Endpoint> {
+    entries(directory).take(names_max).filter_map(move |path| {
+        let pid = number(path.file_name()?.to_str()?.strip_suffix(suffix)?)?;
+        let is_socket = fs::symlink_metadata(&path).is_ok_and(|found| found.file_type().is_socket());
+        is_socket.then_some(Endpoint { pid, owner, path })
+    })
 }
 
-fn entries(directory: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
-    entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
+/// Returns the number in the name of a file, after a prefix.
+fn number_at(path: &Path, prefix: &str) -> Option<u32> {
+    number(path.file_name()?.to_str()?.strip_prefix(prefix)?)
+}
+
+/// Parses a number that is written as Ferry writes it: `07` and `+7` would be further names of 7.
+fn number(text: &str) -> Option<u32> {
+    text.parse().ok().filter(|number: &u32| number.to_string() == text)
+}
+
+fn entries(directory: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    fs::read_dir(directory).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()))
 }
 
 #[cfg(test)]
@@ -231,6 +239,25 @@ mod tests {
         let outcome = receiver.recv_timeout(std::time::Duration::from_secs(10)).expect("at once");
         assert!(outcome.is_err_and(|error| error.to_string().contains("is it stopped?")));
         assert!(directory.path().join(std::process::id().to_string()).exists());
+    }
+
+    /// A user cannot make root's listing long.
+    #[test]
+    fn a_process_has_one_socket_and_a_directory_a_few() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| directory.path().join(name);
+        let _listener = std::os::unix::net::UnixListener::bind(at("7")).expect("a free path");
+        for other in ["07", "007", "+7", "7.manager", "07.manager", "x", "4294967296"] {
+            fs::hard_link(at("7"), at(other)).expect("a link");
+        }
+        fs::write(at("8"), "").expect("a file");
+        let found = |suffix, names_max| -> Vec<_> {
+            endpoints_in(directory.path(), 1, suffix, names_max).map(|found| (found.pid, found.owner)).collect()
+        };
+        assert_eq!((found("", usize::MAX), found(MANAGER, usize::MAX)), (vec![(7, 1)], vec![(7, 1)]));
+        (100..200).for_each(|pid| fs::hard_link(at("7"), at(&pid.to_string())).expect("a link"));
+        assert_eq!(found("", usize::MAX).len(), 101);
+        assert!((1..=20).contains(&found("", 20).len()));
     }
 
     #[test]

@@ -13,7 +13,7 @@ mod unit;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use ferry_control::{Logging, MetricsAddress, TraceOptions};
 use ferry_isolation::BlockedSignals;
 
@@ -35,6 +35,7 @@ use plan::Base;
 use servers::Servers;
 use unit::Unit;
 
+pub use manager::CHANGE_TIME;
 pub use plan::units_of_command;
 
 /// Serves the shares of a command line until SIGTERM or SIGINT, or until nothing is left to serve. Returns the exit status.
@@ -82,14 +83,25 @@ pub fn run_file(
     let tables = file.share_tables.into_iter().map(Some).chain(std::iter::repeat(None));
     let shares: Vec<_> = file.shares.into_iter().chain(more).zip(tables).collect();
     let all: Vec<Share> = shares.iter().map(|(share, _)| share.clone()).collect();
+    if all.is_empty() {
+        let path = path.display();
+        if metrics.is_some() {
+            return Err(misuse(anyhow!(
+                "metrics are those of shares, and {path} has none: give each [[disk]] its own metrics"
+            )));
+        }
+        if trace.is_some() {
+            return Err(misuse(anyhow!("--trace is for shares, and {path} has none: use ferry disk --trace")));
+        }
+    }
     share::refuse_duplicates(&all, &file.disks).map_err(misuse)?;
     // Inherited descriptors first: files that this process opens could have their numbers.
     let inherited = share::inherit(&all)?;
     service_manager::inherit(&all, file.disks.iter().map(disk::Args::socket))?;
     let inherited_disks = disk::inherit(&file.disks)?;
     let mut units = match metrics.is_some() || trace.is_some() {
-        true if !shares.is_empty() => vec![Unit { metrics, trace, ..Unit::of_group(shares, &sandbox_flags) }],
-        _ => Unit::of_shares(shares, &sandbox_flags),
+        true => vec![Unit { metrics, trace, ..Unit::of_group(shares, &sandbox_flags) }],
+        false => Unit::of_shares(shares, &sandbox_flags),
     };
     let disks = file.disks.into_iter().zip(file.disk_tables);
     units.extend(disks.map(|(disk, table)| Unit::of_disk(disk, Some(table), &sandbox_flags)));

@@ -7,10 +7,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ferry_fuse::{MountEntry, Mountpoint};
+use ferry_vfs::sync::lock;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -19,12 +22,17 @@ use ferry_control::{
     Status, managers, printable, sockets,
 };
 
+use crate::processes::CHANGE_TIME;
 use crate::status;
 
 /// The timeout of a request: a server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The timeout of a change, in which servers start and others end.
-const CHANGE_PATIENCE: Duration = Duration::from_secs(60);
+const CHANGE_PATIENCE: Duration = CHANGE_TIME.saturating_add(PATIENCE);
+/// The maximum number of servers that are asked at once; each can take the whole timeout.
+const ASKING_MAX: usize = 32;
+/// The maximum time in which all servers of other users reply. They may be programs that do not.
+const OTHERS_PATIENCE: Duration = Duration::from_secs(20);
 /// The time from the mount to the control socket: the server starts a few threads in between.
 const START_PATIENCE: Duration = Duration::from_secs(2);
 /// The interval of retries in that time.
@@ -34,6 +42,24 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub struct Client {
     endpoint: Endpoint,
+    /// What limits its replies with those of others.
+    allowance: Option<Arc<Allowance>>,
+}
+
+/// What the servers of all other users get together.
+#[derive(Debug)]
+struct Allowance {
+    bytes: AtomicUsize,
+    end: Instant,
+}
+
+impl Allowance {
+    /// Takes so many bytes.
+    fn take(&self, bytes: usize) -> std::io::Result<()> {
+        let taken =
+            self.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes)).map(drop);
+        taken.map_err(|_| std::io::Error::other("the servers of other users sent too much"))
+    }
 }
 
 /// The target that a user named.
@@ -50,9 +76,13 @@ pub struct Target {
 }
 
 impl Client {
+    fn new(endpoint: Endpoint) -> Self {
+        Self { endpoint, allowance: None }
+    }
+
     /// Returns that of a server of this user.
     pub fn own(pid: u32) -> Result<Self> {
-        Ok(Self { endpoint: Endpoint::own(pid)? })
+        Ok(Self::new(Endpoint::own(pid)?))
     }
 
     /// Sends a request; returns the answer and the connection, for the lines that follow.
@@ -71,7 +101,9 @@ impl Client {
         patience: Duration,
     ) -> Result<(T, BufReader<UnixStream>)> {
         let pid = self.endpoint.pid;
+        let allowance = self.allowance.as_deref();
         let end = Instant::now() + patience;
+        let end = allowance.map_or(end, |allowance| allowance.end.min(end));
         let mut stream = self.endpoint.connect().with_context(|| format!("cannot reach process {pid}"))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         let mut line = serde_json::to_vec(request)?;
@@ -84,7 +116,7 @@ impl Client {
             _ => {}
         }
         let mut reader = BufReader::new(stream);
-        let line = answer(&mut reader, end).with_context(|| format!("process {pid} does not answer"))?;
+        let line = answer(&mut reader, end, allowance).with_context(|| format!("process {pid} does not answer"))?;
         let parsed = serde_json::from_slice(&line);
         match parsed.with_context(|| format!("process {pid} sent an invalid answer of {} bytes", line.len()))? {
             Reply::Ok(value) => Ok((value, reader)),
@@ -124,7 +156,7 @@ impl Client {
 }
 
 /// Reads the answer of a server, one line. The server may be another user's program, so time and length are limited.
-fn answer(reader: &mut BufReader<UnixStream>, end: Instant) -> std::io::Result<Vec<u8>> {
+fn answer(reader: &mut BufReader<UnixStream>, end: Instant, allowance: Option<&Allowance>) -> std::io::Result<Vec<u8>> {
     let mut line = Vec::new();
     loop {
         let left = end.saturating_duration_since(Instant::now());
@@ -138,6 +170,7 @@ fn answer(reader: &mut BufReader<UnixStream>, end: Instant) -> std::io::Result<V
         }
         let found = came.iter().position(|&byte| byte == b'\n');
         let count = found.unwrap_or(came.len());
+        allowance.map_or(Ok(()), |allowance| allowance.take(count))?;
         line.extend_from_slice(&came[..count]);
         reader.consume(found.map_or(count, |at| at + 1));
         if line.len() > REPLY_BYTES_MAX {
@@ -158,19 +191,34 @@ fn running() -> Vec<(Client, Status)> {
 
 /// Returns the servers with their replies.
 fn ask_all<T: Send>(ask: fn(&Client) -> Result<T>) -> Vec<(Client, Result<T>)> {
-    let clients = sockets().into_iter().map(|endpoint| Client { endpoint });
+    let own = rustix::process::geteuid().as_raw();
+    let (own, others): (Vec<_>, Vec<_>) = sockets().into_iter().partition(|endpoint| endpoint.owner == own);
+    let mut replies = ask_each(own.into_iter().map(Client::new).collect(), ask);
+    let (bytes, end) = (AtomicUsize::new(REPLY_BYTES_MAX), Instant::now() + OTHERS_PATIENCE);
+    let allowance = Arc::new(Allowance { bytes, end });
+    let other = |endpoint| Client { endpoint, allowance: Some(Arc::clone(&allowance)) };
+    let of_others = ask_each(others.into_iter().map(other).collect(), ask).into_iter();
+    replies.extend(of_others.map(|(client, reply)| (Client { allowance: None, ..client }, reply)));
+    replies
+}
+
+/// Asks several servers at once.
+fn ask_each<T: Send>(clients: Vec<Client>, ask: fn(&Client) -> Result<T>) -> Vec<(Client, Result<T>)> {
+    let (threads, clients, replies) = (clients.len().min(ASKING_MAX), Mutex::new(clients), Mutex::new(Vec::new()));
+    let ask_next = || {
+        let Some(client) = lock(&clients).pop() else { return false };
+        let reply = ask(&client);
+        lock(&replies).push((client, reply));
+        true
+    };
     std::thread::scope(|scope| {
-        // In parallel: a stopped server takes the whole timeout.
-        let asking: Vec<_> = clients
-            .map(|client| {
-                scope.spawn(move || {
-                    let reply = ask(&client);
-                    (client, reply)
-                })
-            })
-            .collect();
-        asking.into_iter().filter_map(|asked| asked.join().ok()).collect()
-    })
+        for _ in 1..threads {
+            // Without a thread, fewer are asked at once.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, || while ask_next() {});
+        }
+        while ask_next() {}
+    });
+    replies.into_inner().unwrap_or_default()
 }
 
 /// Returns the reports of the server of a target, or of all running servers, with their users; and the status to end with: not 0 if
@@ -446,9 +494,9 @@ pub type ServerShare = (u32, Option<usize>);
 /// process itself.
 pub fn manager_of(target: &Path) -> Result<(Client, Option<ServerShare>)> {
     if let Some(endpoint) = pid_of(target).and_then(|pid| managers().into_iter().find(|manager| manager.pid == pid)) {
-        return Ok((Client { endpoint }, None));
+        return Ok((Client::new(endpoint), None));
     }
-    let Target { client: Client { endpoint }, share, file, pid } = Target::find(target)?;
+    let Target { client: Client { endpoint, .. }, share, file, pid } = Target::find(target)?;
     if file.is_some() {
         bail!("{} is a file; name its mount point or shared directory", target.display());
     }
@@ -458,7 +506,7 @@ pub fn manager_of(target: &Path) -> Result<(Client, Option<ServerShare>)> {
             "process {pid} was not started with ferry share --config, so what it serves cannot change; start another one"
         );
     }
-    Ok((Client { endpoint: manager }, Some((endpoint.pid, share))))
+    Ok((Client::new(manager), Some((endpoint.pid, share))))
 }
 
 /// Whether a path is in a mount of any ferry, running or not.
@@ -489,11 +537,19 @@ mod tests {
             |mount: &&str| ShareStatus { source: "mem".into(), mount: Some((*mount).into()), ..ShareStatus::default() };
         let shares = mounts.iter().map(share).collect();
         let endpoint = Endpoint { pid, owner: 0, path: "/s".into() };
-        (Client { endpoint }, Status { pid, shares, log: "info".into(), requests: None })
+        (Client::new(endpoint), Status { pid, shares, log: "info".into(), requests: None })
     }
 
     /// What a client makes of a server that says this.
     fn told(says: impl Fn(&mut UnixStream) -> std::io::Result<()> + Send + 'static) -> Result<Status> {
+        told_within(None, says)
+    }
+
+    /// The same, of another user's.
+    fn told_within(
+        allowance: Option<Arc<Allowance>>,
+        says: impl Fn(&mut UnixStream) -> std::io::Result<()> + Send + 'static,
+    ) -> Result<Status> {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("s");
         let listener = UnixListener::bind(&path).expect("a free path");
@@ -504,7 +560,7 @@ mod tests {
             says(&mut client)
         });
         let owner = rustix::process::geteuid().as_raw();
-        Client { endpoint: Endpoint { pid: std::process::id(), owner, path } }.status()
+        Client { allowance, ..Client::new(Endpoint { pid: std::process::id(), owner, path }) }.status()
     }
 
     #[test]
@@ -514,7 +570,7 @@ mod tests {
         let listener = UnixListener::bind(&path).expect("a free path");
         let server = std::thread::spawn(move || drop(listener.accept().expect("a client")));
         let owner = rustix::process::geteuid().as_raw();
-        let client = Client { endpoint: Endpoint { pid: std::process::id(), owner, path } };
+        let client = Client::new(Endpoint { pid: std::process::id(), owner, path });
         let error = client.report_unless_ended().expect_err("nobody answers");
         assert!(has_ended(&error), "{error:#}");
         server.join().expect("a client came");
@@ -539,6 +595,34 @@ mod tests {
         assert_eq!(error.to_string(), "no\u{1b}[2J");
         let error = told(|client| client.write_all(b"\x1b[2J\n")).expect_err("no answer");
         assert!(!format!("{error:#}").contains('\u{1b}'), "{error:#}");
+    }
+
+    #[test]
+    fn servers_of_other_users_are_limited_together() {
+        let status = server(1, &[]).1;
+        let line = move |client: &mut UnixStream| {
+            serde_json::to_writer(&*client, &Reply::Ok(status.clone()))?;
+            client.write_all(b"\n")
+        };
+        let allowance = |bytes, end| Some(Arc::new(Allowance { bytes: AtomicUsize::new(bytes), end }));
+        let later = Instant::now() + PATIENCE;
+        let shared = allowance(200, later);
+        told_within(shared.clone(), line.clone()).expect("the first");
+        let error = (0..200).find_map(|_| told_within(shared.clone(), line.clone()).err()).expect("too much");
+        assert!(format!("{error:#}").contains("sent too much"), "{error:#}");
+        let begin = Instant::now();
+        told_within(allowance(200, begin), line).expect_err("too late");
+        assert!(begin.elapsed() < PATIENCE);
+    }
+
+    #[test]
+    fn many_servers_are_asked_by_a_few_threads() {
+        let clients = (0..500).map(|pid| server(pid, &[]).0).collect();
+        let replies = ask_each(clients, |client| Ok((client.endpoint.pid, std::thread::current().id())));
+        let replies: Vec<_> = replies.into_iter().map(|(_, reply)| reply.expect("a reply")).collect();
+        let pids: std::collections::HashSet<_> = replies.iter().map(|(pid, _)| *pid).collect();
+        let threads: std::collections::HashSet<_> = replies.iter().map(|(_, thread)| *thread).collect();
+        assert!(pids.len() == 500 && threads.len() <= ASKING_MAX, "{} threads", threads.len());
     }
 
     #[test]

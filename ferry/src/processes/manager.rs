@@ -26,10 +26,16 @@ use crate::control::{Client, OWNER};
 use crate::new_files::Success;
 use crate::{config, disk};
 
-/// The time in which new servers must be up. Trees with a quota are counted before.
+/// The time in which new servers must be up.
 const START_TIME: Duration = Duration::from_secs(30);
+/// The same if one of them has a quota: it counts its tree before, which takes minutes on slow disks.
+const COUNT_TIME: Duration = Duration::from_secs(600);
 /// The time in which servers end before the reply is sent. They sync what was written.
 const END_TIME: Duration = Duration::from_secs(10);
+
+/// The maximum time of a change that fails: new servers start, others end, their replacements start and end, and the former ones start
+/// again.
+pub const CHANGE_TIME: Duration = COUNT_TIME.saturating_mul(3).saturating_add(END_TIME.saturating_mul(2));
 
 /// The maximum number of requests that wait for a change; more come from no script that waits for its changes.
 const WAITING_MAX: usize = 64;
@@ -217,7 +223,7 @@ impl Supervisor {
     /// Starts what is new. In a new child only, returns its task.
     fn begin_change(&mut self, mut plan: Plan, client: ManagerClient) -> Result<Option<Task>> {
         let starts = std::mem::take(&mut plan.starts);
-        let end = Instant::now() + START_TIME;
+        let end = Instant::now() + start_time(&starts);
         if let Some(manager) = &mut self.manager {
             manager.change =
                 Some(Change { client, plan, step: Step::Start, end, before: Vec::new(), lost: Vec::new() });
@@ -275,7 +281,8 @@ impl Supervisor {
                 None => is_late.then(|| {
                     let late = new().filter(|server| !server.is_up()).map(|server| server.unit.shown());
                     let late = late.collect::<Vec<_>>().join(", ");
-                    Next::Undo(format!("{late} did not start within {} s", START_TIME.as_secs()))
+                    let time = start_time(new().map(|server| &server.unit));
+                    Next::Undo(format!("{late} did not start within {} s", time.as_secs()))
                 }),
             },
             Step::Stop if have_ended => Some(Next::Replace),
@@ -318,9 +325,10 @@ impl Supervisor {
     /// Starts servers in place of those that have ended.
     fn replace(&mut self) -> Result<Option<Task>> {
         let Some(change) = self.change() else { return Ok(None) };
-        (change.step, change.end) = (Step::Start, Instant::now() + START_TIME);
-        let replaces = std::mem::take(&mut change.plan.replaces);
-        self.start_all(replaces.into_iter().map(|replacement| replacement.unit).collect())
+        let replaces = std::mem::take(&mut change.plan.replaces).into_iter();
+        let units: Vec<_> = replaces.map(|replacement| replacement.unit).collect();
+        (change.step, change.end) = (Step::Start, Instant::now() + start_time(&units));
+        self.start_all(units)
     }
 
     /// Starts again what was replaced.
@@ -328,7 +336,7 @@ impl Supervisor {
         let Some(change) = self.change() else { return Ok(None) };
         let before = std::mem::take(&mut change.before);
         change.lost = before.iter().map(Unit::shown).collect();
-        change.end = Instant::now() + START_TIME;
+        change.end = Instant::now() + start_time(&before);
         if let Step::End(reply) = std::mem::replace(&mut change.step, Step::Start) {
             change.step = Step::Restore(reply);
         }
@@ -426,15 +434,20 @@ impl Supervisor {
     fn finish(&mut self) {
         let Some(change) = self.manager.as_mut().and_then(|manager| manager.change.take()) else { return };
         let Change { client, step: Step::End(reply) | Step::Restore(reply), mut lost, .. } = change else { return };
-        // Those that run again.
+        // Those that run again, or will: one that takes long is better than none.
+        let mut starting = Vec::new();
         for server in self.servers.all.iter_mut().filter(|server| server.is_new) {
             server.is_new = false;
-            if server.is_up() {
-                server.success.take().iter().for_each(Success::send);
-                lost.retain(|name| *name != server.unit.shown());
-            } else {
+            if server.failure().is_some() {
                 (server.is_removed, server.success) = (true, None);
                 server.child.signal(Signal::TERM);
+                continue;
+            }
+            server.success.take().iter().for_each(Success::send);
+            let name = server.unit.shown();
+            lost.retain(|lost| *lost != name);
+            if !server.is_up() {
+                starting.push(name);
             }
         }
         // Storage that hangs can hold up an end for any time.
@@ -445,10 +458,23 @@ impl Supervisor {
         }
         client.reply(match reply {
             Ok(outcomes) => Ok(outcomes.into_iter().chain(hang).collect()),
-            Err(why) if lost.is_empty() => Err(unchanged(&why)),
-            Err(why) => Err(format!("{why}; {} could not be started again", lost.join(", "))),
+            Err(why) if lost.is_empty() && starting.is_empty() => Err(unchanged(&why)),
+            Err(mut why) => {
+                for (names, what) in [(lost, "could not be started again"), (starting, "is still starting again")] {
+                    if !names.is_empty() {
+                        why = format!("{why}; {} {what}", names.join(", "));
+                    }
+                }
+                Err(why)
+            }
         });
     }
+}
+
+/// Returns the time in which these must be up.
+fn start_time<'a>(units: impl IntoIterator<Item = &'a Unit>) -> Duration {
+    let has_quota = units.into_iter().flat_map(Unit::shares).any(|share| share.quota.is_some());
+    if has_quota { COUNT_TIME } else { START_TIME }
 }
 
 fn unchanged(why: &str) -> String {
@@ -502,7 +528,8 @@ fn set_all(all: &[Server], changes: &[ItemSettings]) -> Result<Vec<String>> {
         match set(change, &change.settings) {
             Ok(done) => outcomes.extend(done),
             Err(error) => {
-                for done in &changes[..number] {
+                // With the one that failed: it may have been made without a reply.
+                for done in &changes[..=number] {
                     if let Err(error) = set(done, &done.undo) {
                         tracing::warn!("cannot undo a setting: {error:#}");
                     }
@@ -524,5 +551,25 @@ fn is_ready<'a>(first: &OwnedFd, others: impl Iterator<Item = BorrowedFd<'a>>, l
         Ok(_) => Ok(polled[0].revents().contains(PollFlags::IN)),
         Err(Errno::INTR) => Ok(false),
         Err(errno) => Err(errno).context("cannot wait for the servers"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::groups::tests::shares;
+    use crate::sandbox::SandboxFlags;
+
+    #[test]
+    fn a_server_that_counts_a_tree_has_more_time() {
+        for (line, time) in [
+            ("/usr --virtiofs a", START_TIME),
+            ("/usr --virtiofs a --quota 1G", COUNT_TIME),
+            ("/usr --virtiofs a /etc --virtiofs b --quota 1G", COUNT_TIME),
+        ] {
+            let shares = shares(&format!("ferry share {line}")).expect(line).into_iter();
+            let units = Unit::of_shares(shares.map(|share| (share, None)).collect(), &SandboxFlags::default());
+            assert_eq!(start_time(&units), time, "{line}");
+        }
     }
 }

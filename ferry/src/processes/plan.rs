@@ -376,6 +376,11 @@ fn check_pair(share: &Share, other: &Share) -> Result<()> {
             "--limit group={group}: the shares of a group have one process, and {other_name} is served already: start all of them again"
         );
     }
+    ensure!(
+        !source::share_memory(share, other),
+        "mem is one tree, which one process serves, and it is served already: start both again, from one file, or give this one another \
+         --size"
+    );
     if share.quota.is_none() && other.quota.is_none() {
         return Ok(());
     }

@@ -26,6 +26,8 @@ pub(crate) struct Charge {
     reserved: AtomicI64,
     /// Open files and directories of it.
     opens: AtomicUsize,
+    /// References that clients have dropped; see [`Self::give_back`]. Held while `opens` grows.
+    forgets: Mutex<u64>,
     /// It has no name: only its users keep it.
     orphan: AtomicBool,
     /// Its removal waits for births ([`Births::late`]).
@@ -39,7 +41,13 @@ impl Charge {
         self.bytes.load(Ordering::SeqCst)
     }
 
+    /// Whether the inode has changed since the charge began.
+    pub(crate) fn has_changed(&self) -> bool {
+        self.bytes() != self.first.load(Ordering::SeqCst)
+    }
+
     pub(crate) fn add_open(&self) {
+        let _forgets = lock(&self.forgets);
         self.opens.fetch_add(1, Ordering::SeqCst);
     }
 
@@ -50,6 +58,24 @@ impl Charge {
 
     pub(crate) fn is_open(&self) -> bool {
         self.opens.load(Ordering::SeqCst) > 0
+    }
+
+    /// A client drops references.
+    pub(crate) fn forget(&self, count: u64) {
+        let mut forgets = lock(&self.forgets);
+        *forgets = forgets.saturating_add(count);
+    }
+
+    /// Drops the references by `forget`, but not those of an inode that is open or being measured: otherwise a source
+    /// may find the same inode under another number, with another charge.
+    pub(crate) fn give_back(&self, forget: impl FnOnce(u64)) {
+        if self.is_open() {
+            return;
+        }
+        let mut forgets = lock(&self.forgets);
+        if *forgets > 0 && !self.is_open() && self.is_settled() {
+            forget(std::mem::take(&mut *forgets));
+        }
     }
 
     pub(crate) fn set_orphan(&self, orphan: bool) {
@@ -135,6 +161,16 @@ impl Charges {
         Some(Held { charges: self, ino, charge: Some(charge) })
     }
 
+    /// As [`Self::get`]. Without a charge, runs `otherwise` before one can begin.
+    pub(crate) fn get_or(&self, ino: Ino, otherwise: impl FnOnce()) -> Option<Held<'_>> {
+        let shard = read(self.shard(ino));
+        let charge = shard.get(&ino.0).cloned();
+        if charge.is_none() {
+            otherwise();
+        }
+        Some(Held { charges: self, ino, charge: Some(charge?) })
+    }
+
     /// Returns whether an inode has a charge and no name.
     pub(crate) fn is_orphan(&self, ino: Ino) -> bool {
         read(self.shard(ino)).get(&ino.0).is_some_and(|charge| charge.is_orphan())
@@ -158,6 +194,7 @@ impl Charges {
                     unsettled: AtomicUsize::new(0),
                     reserved: AtomicI64::new(0),
                     opens: AtomicUsize::new(0),
+                    forgets: Mutex::default(),
                     orphan: AtomicBool::new(false),
                     is_late: AtomicBool::new(false),
                     layout: Mutex::default(),

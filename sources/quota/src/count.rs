@@ -4,7 +4,8 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags};
+use ferry_vfs::sync::write;
+use ferry_vfs::{Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, OFlags};
 
 use crate::counter::CountError;
 use crate::{Quota, storage};
@@ -43,6 +44,8 @@ impl Drop for Quota {
 #[derive(Default)]
 struct Listing {
     entries: Vec<Entry>,
+    /// Names whose entries the source could not find.
+    others: Vec<Vec<u8>>,
     next: Option<u64>,
     items: usize,
 }
@@ -55,7 +58,11 @@ impl DirOutput for Listing {
     fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
         self.items += 1;
         self.next = Some(item.next);
-        self.entries.extend(entry);
+        match entry {
+            Some(entry) => self.entries.push(*entry),
+            None if matches!(item.name, b"." | b"..") => {}
+            None => self.others.push(item.name.to_vec()),
+        }
     }
 }
 
@@ -99,6 +106,7 @@ impl Quota {
         for held in self.charges.all() {
             self.settle(&cx, held, None);
         }
+        let _counting = write(&self.counting);
         let Some(removals) = self.removals.quiet() else { return false };
         let (bytes, files) = (self.bytes.balance(), self.files.balance());
         let mut is_settled = true;
@@ -159,7 +167,11 @@ impl Quota {
     ) -> Result<(), CountError> {
         let handle = match self.source.opendir(cx, ino, OFlags::RDONLY) {
             // It was removed meanwhile.
-            Err(Errno::NOENT | Errno::STALE) => return Ok(()),
+            Err(Errno::NOENT | Errno::STALE)
+                if self.source.getattr(cx, ino, None).map_or(true, |attr| attr.nlink == 0) =>
+            {
+                return Ok(());
+            }
             other => other.map_err(|errno| self.unreadable(cx, ino, errno))?,
         };
         let result = self.walk_entries(cx, (ino, handle), counted, below);
@@ -181,7 +193,14 @@ impl Quota {
         let mut offset = 0;
         loop {
             let mut listing = Listing::default();
-            let listed = self.source.readdir(cx, &DirRange { ino, handle, offset, plus: true }, &mut listing);
+            let mut listed = self.source.readdir(cx, &DirRange { ino, handle, offset, plus: true }, &mut listing);
+            for name in &listing.others {
+                match Name::new(name).and_then(|name| self.source.lookup(cx, ino, name)) {
+                    Ok(entry) => listing.entries.push(entry),
+                    Err(Errno::NOENT | Errno::STALE) => {}
+                    Err(errno) => listed = Err(errno),
+                }
+            }
             for Entry { ino, attr, .. } in listing.entries {
                 let is_dir = attr.kind() == FileType::Directory;
                 if is_dir || attr.nlink < 2 || links.insert(ino) {

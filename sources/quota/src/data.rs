@@ -5,7 +5,9 @@ use std::sync::MutexGuard;
 
 use ferry_engine::{WithoutFsetid, write_input};
 use ferry_vfs::sync::lock;
-use ferry_vfs::{Attr, Caller, CopyRange, Data, FallocateFlags, Handle, Ino, Input, IoRange, OFlags, Result, SetAttr};
+use ferry_vfs::{
+    Attr, Caller, CopyRange, Data, Errno, FallocateFlags, Handle, Ino, Input, IoRange, OFlags, Result, SetAttr,
+};
 
 use crate::account::Reservation;
 use crate::charges::Held;
@@ -13,6 +15,13 @@ use crate::{BLOCK, Quota, sys, whole_blocks};
 
 /// The maximum size of one copy in bytes, and so of its reservation. Clients continue where it stopped.
 const COPY_BYTES_MAX: u64 = 64 << 20;
+
+const FS_IOC_FSGETXATTR: u32 = 0x801c_581f;
+const FS_IOC_FSSETXATTR: u32 = 0x401c_5820;
+/// `struct fsxattr`.
+const FSXATTR_BYTES: usize = 28;
+/// `FS_XFLAG_REALTIME` and `RTINHERIT` (extents of the realtime device), `EXTSIZE`, `EXTSZINHERIT`, `COWEXTSIZE`.
+const EXTENT_XFLAGS: u32 = 0x1 | 0x100 | 0x800 | 0x1000 | 0x1_0000;
 
 /// Room for a write or a part of it.
 struct Granted<'a> {
@@ -108,7 +117,7 @@ impl Quota {
         let frees = flags.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::COLLAPSE_RANGE);
         // Inserting moves what is allocated, and may split a block.
         let moves = flags.contains(FallocateFlags::INSERT_RANGE);
-        let allocated = {
+        let allocated = (|| {
             let _removal = frees.then(|| self.removals.begin());
             let _layout = (frees || moves).then(|| lock(&held.charge().layout));
             let granted = match (frees, moves) {
@@ -126,7 +135,7 @@ impl Quota {
             let (reservation, _layout) = granted.unzip();
             self.measure(cx, &held, Some(handle), reservation);
             allocated
-        };
+        })();
         self.put_back(held);
         allocated
     }
@@ -166,6 +175,31 @@ impl Quota {
         self.put_back(held);
         changed
     }
+
+    /// A change of the extent size is `PERM`: then a write of one byte could allocate gigabytes.
+    pub(crate) fn ioctl(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        command: u32,
+        input: &[u8],
+        out_bytes_max: usize,
+    ) -> Result<Vec<u8>> {
+        if command == FS_IOC_FSSETXATTR {
+            let now = self.source.ioctl(cx, ino, handle, FS_IOC_FSGETXATTR, &[], FSXATTR_BYTES)?;
+            if extent_sizes(&now) != extent_sizes(input) {
+                return Err(Errno::PERM);
+            }
+        }
+        self.source.ioctl(cx, ino, handle, command, input, out_bytes_max)
+    }
+}
+
+/// Returns what determines the size of extents in a `struct fsxattr`: flags, `fsx_extsize`, `fsx_cowextsize`.
+fn extent_sizes(fsxattr: &[u8]) -> Option<[u32; 3]> {
+    let field = |at| fsxattr.get(at..)?.first_chunk().copied().map(u32::from_ne_bytes);
+    Some([field(0)? & EXTENT_XFLAGS, field(4)?, field(16)?])
 }
 
 /// The first bytes of an input.

@@ -29,7 +29,10 @@
 //! # What does not pass through
 //!
 //! This layer writes the data itself: it returns no extents for writes, no descriptors for passthrough, and no
-//! mappings. A background count finds changes by others ([`Quota::begin`]).
+//! mappings. The size of a file's extents cannot change. A background count finds changes by others ([`Quota::begin`]).
+//!
+//! References that a client drops while its file is open are dropped at the source when it is closed. So a source that
+//! numbers inodes again does not give an open file a second number, with a charge of its own.
 #![deny(unsafe_code)]
 
 mod account;
@@ -42,7 +45,7 @@ mod optional;
 mod sys;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 use ferry_vfs::sync::{CacheAligned, lock};
 use ferry_vfs::{
@@ -91,6 +94,8 @@ pub struct Quota {
     /// Held while the names in a directory change, so that the inode that loses one is known.
     dirs: [CacheAligned<Mutex<()>>; DIR_LOCKS],
     removals: Removals,
+    /// Held by a count, and shared by requests that free what only a later measurement finds.
+    counting: RwLock<()>,
     counter: Arc<Counter>,
 }
 
@@ -126,6 +131,7 @@ impl Quota {
             charges: Charges::default(),
             dirs: [const { CacheAligned(Mutex::new(())) }; DIR_LOCKS],
             removals: Removals::default(),
+            counting: RwLock::default(),
             counter: Arc::default(),
         };
         let counted = quota.walk()?;
@@ -181,6 +187,7 @@ impl Quota {
     /// Ends the use of a charge. The last user of an inode without a name releases its room.
     fn put_back(&self, held: Held<'_>) {
         let ino = held.ino;
+        held.charge().give_back(|count| self.source.forget(ino, count));
         drop(held);
         // Afterwards: who removed the last name before leaves the room to the last user.
         if self.charges.is_orphan(ino) {
@@ -227,9 +234,15 @@ impl Quota {
     }
 
     /// Closes a handle by `close`, and its count.
-    fn counting_release(&self, ino: Ino, close: impl FnOnce()) {
+    fn counting_release(&self, cx: &Caller<'_>, ino: Ino, close: impl FnOnce()) {
+        let no_count = self.counting.try_read();
         close();
         let Some(held) = self.charges.get(ino) else { return };
+        // XFS frees storage that it allocated in advance. A count under way may have found that already.
+        if no_count.is_ok() && held.charge().has_changed() {
+            self.measure(cx, &held, None, None);
+        }
+        drop(no_count);
         held.charge().remove_open();
         self.put_back(held);
     }
@@ -254,21 +267,25 @@ impl FileSystem for Quota {
         self.source.changes()
     }
 
+    fn is_watched(&self, ino: Ino) -> bool {
+        self.source.is_watched(ino)
+    }
+
     fn migrate(&self) -> Option<&dyn Migrate> {
         self.source.migrate().is_some().then_some(self)
     }
 
     ferry_vfs::delegate!(self => self.source;
         lookup, lookup_parent, lookup_self, getattr, getattr_hint, readlink, read, flush, fsync, readdir, fsyncdir, syncfs,
-        getxattr, listxattr, mode_without_acl, access, get_lock, set_lock, ioctl, lseek);
+        getxattr, listxattr, mode_without_acl, access, get_lock, set_lock, lseek);
 
     // In the modules `data` and `names`.
     ferry_vfs::delegate!(self => self;
-        setattr, mknod, mkdir, symlink, link, unlink, rmdir, rename, create, tmpfile, write, fallocate, copy_file_range);
+        setattr, mknod, mkdir, symlink, link, unlink, rmdir, rename, create, tmpfile, write, fallocate, copy_file_range, ioctl);
 
     fn forget(&self, ino: Ino, count: u64) {
-        self.source.forget(ino, count);
-        if let Some(held) = self.charges.get(ino) {
+        if let Some(held) = self.charges.get_or(ino, || self.source.forget(ino, count)) {
+            held.charge().forget(count);
             self.put_back(held);
         }
     }
@@ -279,7 +296,7 @@ impl FileSystem for Quota {
     }
 
     fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.counting_release(ino, || self.source.release(cx, ino, handle));
+        self.counting_release(cx, ino, || self.source.release(cx, ino, handle));
     }
 
     fn opendir(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
@@ -287,7 +304,7 @@ impl FileSystem for Quota {
     }
 
     fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.counting_release(ino, || self.source.releasedir(cx, ino, handle));
+        self.counting_release(cx, ino, || self.source.releasedir(cx, ino, handle));
     }
 
     /// The limits are the size of the file system, as with project quotas of Linux.

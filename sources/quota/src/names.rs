@@ -3,7 +3,7 @@
 use std::sync::MutexGuard;
 
 use ferry_vfs::sync::lock;
-use ferry_vfs::{Caller, CreateArgs, Entry, Handle, Ino, Name, OFlags, RenameFlags, Result};
+use ferry_vfs::{Caller, CreateArgs, Entry, FileType, Handle, Ino, Name, OFlags, RenameFlags, Result};
 
 use crate::{BLOCK, Quota};
 
@@ -75,6 +75,8 @@ impl Quota {
         new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
+        // No walk finds it, so a count must not see it before it is known as an orphan.
+        let _removal = self.removals.begin();
         self.make(cx, dir, 0, || self.source.tmpfile(cx, dir, new, flags), |made| (&made.0, true))
     }
 
@@ -134,7 +136,14 @@ impl Quota {
         let is_same = matches!((&source, &replaced), (Ok(one), Ok(other)) if one.ino == other.ino);
         let makes_whiteout = flags.contains(RenameFlags::WHITEOUT) && !is_same;
         let whiteout = makes_whiteout.then(|| self.reserve_file()).transpose()?;
-        let (held_from, held_to) = (self.hold(cx, from.0)?, self.hold(cx, to.0)?);
+        let held_from = self.hold(cx, from.0)?;
+        let held_to = match self.hold(cx, to.0) {
+            Ok(held) => held,
+            Err(errno) => {
+                self.put_back(held_from);
+                return Err(errno);
+            }
+        };
         let _removal = self.removals.begin();
         let renamed = match flags.contains(RenameFlags::NOREPLACE) {
             true => rename(),
@@ -176,16 +185,14 @@ impl Quota {
         let ino = entry.ino;
         let held = self.hold(cx, ino).inspect_err(|_| self.source.forget(ino, 1))?;
         let removed = remove();
-        if removed.is_ok() && self.has_no_name(cx, ino) {
+        // If the inode cannot be read, it has lost the only name that it had before.
+        let had_one = entry.attr.nlink <= 1 || entry.attr.kind() == FileType::Directory;
+        let has_none = || self.source.getattr(cx, ino, None).map_or(had_one, |attr| attr.nlink == 0);
+        if removed.is_ok() && has_none() {
             held.charge().set_orphan(true);
         }
         self.source.forget(ino, 1);
         self.put_back(held);
         removed
-    }
-
-    /// Whether an inode has lost its last name.
-    fn has_no_name(&self, cx: &Caller<'_>, ino: Ino) -> bool {
-        self.source.getattr(cx, ino, None).map_or(true, |attr| attr.nlink == 0)
     }
 }

@@ -13,6 +13,7 @@ impl Quota {
         if handle.is_some() {
             held.charge().add_open();
         }
+        let _removal = self.removals.begin();
         if attr.nlink == 0 && !held.charge().is_orphan() {
             held.charge().set_orphan(true);
             self.bytes.settle(0, held.charge().bytes());

@@ -43,6 +43,10 @@ const A: &str = "[[share]]\nsource = \"/a\"\nvirtiofs = \"a\"\n";
 const B: &str = "[[share]]\nsource = \"/b\"\nvirtiofs = \"b\"\n";
 const D: &str = "[[disk]]\nfile = \"d\"\nvhost-user = \"d\"\n";
 
+fn memory(place: &str, more: &str) -> String {
+    format!("[[share]]\nsource = \"mem\"\nvirtiofs = \"{place}\"\n{more}")
+}
+
 #[test]
 fn a_reload_plans_the_difference() {
     let default = Share::default().poll().get().as_micros();
@@ -84,6 +88,8 @@ fn a_reload_plans_the_difference() {
             "[[share]]\nsource = \"/a\"\nvirtiofs = \"d\"\n".into(),
             "file, source, vhost-user, virtiofs of /etc/ferry/d at /etc/ferry/d changes to /a".into(),
         ),
+        // Memory with other flags is another tree.
+        (memory("a", ""), memory("a", "") + &memory("b", "size = \"1G\"\n"), "start mem".into()),
         // A group may go and come as a whole.
         (format!("{A}limit = \"iops=5,group=g\"\n{B}limit = \"iops=5,group=g\"\n{D}"), D.into(), "end /a, /b".into()),
     ] {
@@ -103,6 +109,7 @@ fn unchangeable_settings_are_reported() {
         (grouped.clone(), format!("{grouped}{B}limit = \"iops=5,group=g\""), "the shares of a group have one process"),
         (format!("{grouped}{B}limit = \"iops=5,group=g\""), grouped.clone(), "/b cannot be removed without /a"),
         (format!("{A}{B}"), format!("{A}9p = \"unix:b\""), "/etc/ferry/a, /etc/ferry/b is served already"),
+        (memory("a", ""), memory("a", "") + &memory("b", ""), "mem is one tree, which one process serves"),
         (A.into(), format!("seccomp = \"log\"\n{A}"), "seccomp cannot change while the process runs"),
         (A.into(), format!("metrics = \"127.0.0.1:1\"\n{A}"), "metrics cannot change"),
         (A.into(), format!("{A}[[share]]\nsource = \"/b\"\nfd = 3"), "descriptor 3 of /b: descriptors are inherited"),

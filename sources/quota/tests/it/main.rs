@@ -10,3 +10,4 @@ mod count;
 mod data;
 mod names;
 mod race;
+mod sources;
