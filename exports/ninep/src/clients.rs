@@ -2,7 +2,7 @@
 //! with any number of connections. The resources of each are bounded. When the total exceeds its limit, a connection of
 //! the client that holds most is closed.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
@@ -51,6 +51,15 @@ struct Account {
     /// The session id in notifications to all sessions of the client.
     session: SessionId,
     held: [AtomicUsize; RESOURCES.len()],
+    threads: Mutex<ClientThreads>,
+}
+
+/// The threads that serve a client.
+#[derive(Debug, Default)]
+struct ClientThreads {
+    count: usize,
+    /// Connections with something to read that wait for another thread to end, without being watched.
+    waiting: VecDeque<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -131,7 +140,8 @@ impl Clients {
     fn holder(self: &Arc<Self>, peer: Peer) -> Arc<ConnectionAccount> {
         let mut registry = lock(&self.registry);
         let account = registry.accounts.get(&peer).and_then(Weak::upgrade).unwrap_or_else(|| {
-            let account = Arc::new(Account { peer, session: SessionId::unique(), held: Default::default() });
+            let (session, held, threads) = (SessionId::unique(), Default::default(), Mutex::default());
+            let account = Arc::new(Account { peer, session, held, threads });
             registry.accounts.insert(peer, Arc::downgrade(&account));
             account
         });
@@ -192,6 +202,34 @@ impl ConnectionAccount {
     /// Returns the session id for another session of this client.
     pub(crate) fn session(&self) -> SessionId {
         self.account.session.same_client()
+    }
+
+    /// Counts a thread that begins to serve a connection; if `most` serve the client, the connection waits for one.
+    pub(crate) fn begin_thread(&self, connection: u64, most: usize) -> bool {
+        let mut threads = lock(&self.account.threads);
+        let has_room = threads.count < most;
+        if has_room {
+            threads.count += 1;
+            threads.waiting.retain(|waiting| *waiting != connection);
+        } else if !threads.waiting.contains(&connection) {
+            threads.waiting.push_back(connection);
+        }
+        has_room
+    }
+
+    /// Called by a counted thread when it has served a connection.
+    pub(crate) fn end_thread(&self) {
+        lock(&self.account.threads).count -= 1;
+    }
+
+    /// Returns the connection of the client that waits longest for a thread; it does not wait any more.
+    pub(crate) fn next_waiting(&self) -> Option<u64> {
+        lock(&self.account.threads).waiting.pop_front()
+    }
+
+    /// A connection that ends does not wait for a thread.
+    pub(crate) fn stop_waiting(&self, connection: u64) {
+        lock(&self.account.threads).waiting.retain(|waiting| *waiting != connection);
     }
 
     /// Returns whether there is room for more.

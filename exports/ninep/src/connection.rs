@@ -39,6 +39,8 @@ struct PollInterest {
     /// Requests in progress, and the bytes of their messages and replies.
     running: usize,
     running_bytes: usize,
+    /// It has something to read, and waits until fewer threads serve its client.
+    waiting: bool,
     /// The client does not read its replies.
     blocked: bool,
     over: bool,
@@ -180,25 +182,46 @@ impl Connection {
         }
     }
 
-    /// Handles an event on the socket. Returns whether the caller must take a message.
+    /// Watches the connection again, which waited for a thread; returns whether an event for a thread will come.
+    pub(crate) fn resume(&self) -> bool {
+        let mut interest = lock(&self.interest);
+        interest.waiting = false;
+        self.arm(&interest);
+        !interest.over && (interest.reading || !interest.blocked && interest.has_room())
+    }
+
+    /// Called after the turn of the thread that [`Self::happened`] told to take a message.
+    pub(crate) fn end_thread(&self) {
+        self.holder.end_thread();
+        self.hub.resume_waiting(&self.holder);
+    }
+
+    /// Handles an event on the socket. Returns whether the caller must take a message, and then call
+    /// [`Self::end_thread`].
     pub(crate) fn happened(&self, flags: EventFlags) -> bool {
         let lost = flags.intersects(EventFlags::HUP | EventFlags::ERR);
         let mut interest = lock(&self.interest);
         let may_read = !interest.reading && !interest.blocked && !interest.over && interest.has_room();
         let something = flags.intersects(EventFlags::IN | EventFlags::RDHUP) || self.has_more();
-        let reads = may_read && (lost || something);
+        let is_wanted = may_read && (lost || something);
+        let reads = is_wanted && self.holder.begin_thread(self.key, self.hub.client_threads_max());
         interest.reading |= reads;
-        let somebody_reads = interest.reading;
+        interest.waiting = is_wanted && !reads;
+        let (somebody_reads, waits) = (interest.reading, interest.waiting);
         drop(interest);
         if flags.intersects(EventFlags::OUT) {
             let outbox = &mut lock(&self.exchange).outbox;
             outbox.drain(&self.socket());
             self.note(outbox.state(), false);
         }
-        if lost && !somebody_reads {
+        if waits {
+            // The end of another thread's turn resumes it.
+        } else if lost && !somebody_reads {
             self.end(None);
         } else if !reads {
             self.arm(&lock(&self.interest));
+            // It may have been resumed in place of another one.
+            self.hub.resume_waiting(&self.holder);
         }
         reads
     }
@@ -449,8 +472,10 @@ impl Connection {
     pub(crate) fn overdue(&self, now: Instant) -> Option<&'static str> {
         let limits = &self.hub.share.options.limits;
         let since = |begin: Instant| now.saturating_duration_since(begin);
+        // What it sends is not read.
+        let is_waiting = lock(&self.interest).waiting;
         // A Tattach may wait for a limit of rates.
-        let waits = || lock(&self.exchange).request_table.requests() > 0;
+        let waits = || is_waiting || lock(&self.exchange).request_table.requests() > 0;
         if !self.attached.load(Ordering::Relaxed) && since(self.begun) > limits.slow_timeout && !waits() {
             let shakes_hands = self.stream.is_handshaking();
             return Some(if shakes_hands { "it does not finish the TLS handshake" } else { "it does not attach" });
@@ -461,7 +486,7 @@ impl Connection {
             // A thread is reading.
             Err(TryLockError::WouldBlock) => None,
         };
-        if begun.is_some_and(|begun| since(begun) > limits.slow_timeout) {
+        if begun.is_some_and(|begun| since(begun) > limits.slow_timeout) && !is_waiting {
             return Some("it does not finish its message");
         }
         let exchange = lock(&self.exchange);
@@ -502,6 +527,9 @@ impl Connection {
         let _ = self.shut_for.set("");
         let _ = epoll::delete(self.hub.epoll(), &self.stream);
         self.hub.forget(self.key);
+        self.holder.stop_waiting(self.key);
+        // It may have been resumed in place of another one.
+        self.hub.resume_waiting(&self.holder);
         let mut exchange = lock(&self.exchange);
         let Exchange { request_table, outbox } = &mut *exchange;
         let reason = shut_for.or(reason).or(outbox.state().broken).filter(|reason| !reason.is_empty());

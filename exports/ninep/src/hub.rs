@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
-use crate::clients::{Clients, Resource};
+use crate::clients::{Clients, ConnectionAccount, Resource};
 use crate::connection::Connection;
 use crate::delayed_requests::DelayedRequests;
 use crate::peer::Peer;
@@ -241,6 +241,21 @@ impl Hub {
             && let Err(error) = self.grow()
         {
             self.share.ratelimited_log.warn(format_args!("no further thread for 9P requests: {error}"));
+        }
+    }
+
+    /// The maximum number of threads that serve one client: others must be served, and new clients accepted.
+    pub(crate) fn client_threads_max(&self) -> usize {
+        (self.share.options.limits.threads_max * 3 / 4).max(THREADS_MIN)
+    }
+
+    /// Watches the client's next connection that waits for a thread.
+    pub(crate) fn resume_waiting(&self, holder: &ConnectionAccount) {
+        while let Some(key) = holder.next_waiting() {
+            // One that cannot be served now must not delay the others.
+            if self.connection(key).is_some_and(|connection| connection.resume()) {
+                return;
+            }
         }
     }
 

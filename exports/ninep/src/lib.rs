@@ -48,6 +48,7 @@ mod inbox;
 mod message;
 mod options;
 mod outbox;
+mod own_renames;
 mod peer;
 mod qids;
 mod rate;

@@ -19,6 +19,7 @@ use ferry_wire::ninep::{
 
 use crate::append_tracking::{AppendTracking, ClientEnds, TrackedWrite};
 use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
+use crate::own_renames::OwnRenames;
 use crate::qids::{Paths, version};
 use crate::read_ahead::Reader;
 use crate::share::Share;
@@ -47,6 +48,7 @@ pub(crate) struct Session {
     pub(crate) client_ends: ClientEnds,
     /// Names that users must look up again before a removal.
     pub(crate) removals: Removals,
+    pub(crate) renames: OwnRenames,
     /// The account that is charged.
     pub(crate) holder: Arc<ConnectionAccount>,
     /// The client may send Tevents.
@@ -94,11 +96,13 @@ pub(crate) struct File {
 pub(crate) struct Place {
     pub(crate) dir: Arc<Node>,
     pub(crate) name: NameBuf,
+    /// The number of the session's renames before it was found there.
+    pub(crate) renames: u64,
 }
 
 impl Place {
-    pub(crate) fn new(dir: &Arc<Node>, name: Name<'_>) -> Arc<Self> {
-        Arc::new(Self { dir: Arc::clone(dir), name: name.to_buf() })
+    pub(crate) fn new(dir: &Arc<Node>, name: Name<'_>, renames: u64) -> Arc<Self> {
+        Arc::new(Self { dir: Arc::clone(dir), name: name.to_buf(), renames })
     }
 }
 
@@ -308,6 +312,7 @@ impl Session {
             client_ends: ClientEnds::default(),
             values_bytes: Arc::default(),
             removals: Removals::default(),
+            renames: OwnRenames::default(),
             holder: Arc::clone(holder),
             has_events: is_ferry && share.options.events,
             events: OnceLock::new(),

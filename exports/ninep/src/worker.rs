@@ -60,6 +60,7 @@ pub(crate) fn work(hub: &Arc<Hub>) {
                 Some(connection) => {
                     if connection.happened(flags) {
                         take_turn(&mut thread, &connection);
+                        connection.end_thread();
                     }
                 }
                 None => hub.accept(key),

@@ -4,7 +4,8 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use ferry_vfs::{
-    Attr, Caller, Changes, Errno, Handle, Handles, Ino, Result, SetAttr, Statfs, sync::lock, without_privileges,
+    Attr, Caller, Changes, Errno, Handle, Handles, Ino, Result, SetAttr, SetTime, Statfs, sync::lock,
+    without_privileges,
 };
 use ferry_wire::ninep::{Fid, Getattr, Reply, Request, valid};
 
@@ -161,7 +162,7 @@ impl Shared {
     /// As [`Self::getattr_of`], in this session, and without unwritten data.
     pub(crate) fn getattr_in(&self, session: &Arc<Session>, inode: &Inode) -> Outcome<Attr> {
         let mark = inode.cached().map(|file| file.size_mark());
-        let found = self.by_any_fid(session, inode, |fid| {
+        let found = self.by_open_fid(session, inode, false, |fid| {
             session.ask(&Request::Getattr { fid: fid.fid(), mask: WANTED }, attributes)
         })?;
         let mut attr = inode.note(&found)?;
@@ -198,10 +199,27 @@ impl Shared {
         }
     }
 
+    /// Runs an operation with an open fid of the file if there is one, otherwise as [`Self::by_any_fid`]: to some servers
+    /// a fid that is not open is a path, and another client may have moved another file there. `writes`: the fid must be
+    /// open for writing.
+    pub(crate) fn by_open_fid<T>(
+        &self,
+        session: &Arc<Session>,
+        inode: &Inode,
+        writes: bool,
+        mut act: impl FnMut(&OwnedFid) -> Outcome<T>,
+    ) -> Outcome<T> {
+        let open = if writes { inode.open_write_fid(session) } else { inode.opened_fid(session) };
+        match open {
+            Some(fid) => act(&fid),
+            None => self.by_any_fid(session, inode, act),
+        }
+    }
+
     /// Changes attributes; returns the new ones.
     pub(crate) fn setattr(&self, cx: &Caller<'_>, ino: Ino, set: &SetAttr) -> Result<Attr> {
         let inode = self.inodes.get(ino)?;
-        let mut set = *set;
+        let (mut set, wanted) = (*set, *set);
         if set.clear_privileges && set.mode.is_none() && !inode.is_dir() {
             set.mode = unprivileged(cx, &self.getattr_of(&inode)?);
         }
@@ -218,11 +236,16 @@ impl Shared {
         let is_nothing = SetAttr { ctime: None, clear_privileges: false, ..set } == SetAttr::default();
         if !is_nothing || ctime {
             self.link.with_retry(|session| {
-                self.by_any_fid(session, &inode, |fid| session.tell(&Request::Setattr { fid: fid.fid(), set, ctime }))
+                let request = |fid| Request::Setattr { fid, set, ctime };
+                self.by_open_fid(session, &inode, false, |fid| session.tell(&request(fid.fid())))
             })?;
         }
         inode.change();
-        self.getattr_of(&inode)
+        // The attributes are set, also if the server does not return them now.
+        self.getattr_of(&inode).or_else(|errno| match *lock(&inode.seen) {
+            Some((_, attr)) if errno != Errno::STALE => Ok(with_changes(attr, &SetAttr { mode: set.mode, ..wanted })),
+            _ => Err(errno),
+        })
     }
 
     /// Clears suid and sgid if the last known mode has them.
@@ -240,10 +263,25 @@ fn unprivileged(cx: &Caller<'_>, attr: &Attr) -> Option<u32> {
     (left != attr.mode).then_some(left & PERMISSIONS)
 }
 
+/// Returns the attributes after a change, except for times of the server's clock.
+fn with_changes(attr: Attr, set: &SetAttr) -> Attr {
+    let time = |set: Option<SetTime>, before| if let Some(SetTime::At(time)) = set { time } else { before };
+    Attr {
+        mode: set.mode.map_or(attr.mode, |mode| attr.mode & !PERMISSIONS | mode & PERMISSIONS),
+        uid: set.uid.unwrap_or(attr.uid),
+        gid: set.gid.unwrap_or(attr.gid),
+        size: set.size.unwrap_or(attr.size),
+        atime: time(set.atime, attr.atime),
+        mtime: time(set.mtime, attr.mtime),
+        ..attr
+    }
+}
+
 impl Inode {
     /// Records attributes from the server, unless they are those of another file.
     pub(crate) fn note(&self, found: &Getattr) -> Result<Attr> {
-        if found.attr.kind() != self.kind {
+        let is_other = found.qid.path != self.path && self.ino != Ino::ROOT;
+        if found.attr.kind() != self.kind || is_other {
             return Err(Errno::STALE);
         }
         self.record_attr(found);

@@ -6,6 +6,8 @@
 //! other to read. A server that violates the protocol loses the connection.
 
 mod pending;
+#[cfg(test)]
+mod tests;
 mod threads;
 
 use std::collections::VecDeque;
@@ -122,6 +124,14 @@ impl Outgoing {
             _ => &[],
         }
     }
+}
+
+/// Identifies a request of [`Connection::park`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ParkedRequest {
+    tag: u16,
+    /// Tags are reused.
+    number: u64,
 }
 
 /// The counters of a connection.
@@ -317,7 +327,7 @@ impl Connection {
             drop(state);
             return wake.wake(RequestEnd::Lost { sent: false, buffer: request.buffer.take() });
         }
-        let tag = self.register(&mut state, &mut request, wake, true);
+        let (tag, _) = self.register(&mut state, &mut request, wake, true);
         drop(state);
         self.write(tag, request);
     }
@@ -350,34 +360,39 @@ impl Connection {
             wake.wake(RequestEnd::Lost { sent: false, buffer: None });
             return ticket;
         }
-        let tag = self.register(&mut state, &mut request, wake, false);
+        let (tag, _) = self.register(&mut state, &mut request, wake, false);
         drop(state);
         self.write(tag, request);
         ticket
     }
 
-    /// Sends a request that may never end; returns its tag for [`Self::give_up`].
-    pub(crate) fn park(&self, mut request: Outgoing, wake: Wake) -> Result<Tag, Errno> {
+    /// Sends a request that may never end; returns it for [`Self::give_up`], or `None` if the connection is lost.
+    pub(crate) fn park(&self, mut request: Outgoing, wake: Wake) -> Result<Option<ParkedRequest>, Errno> {
         let mut state = lock(&self.state);
         if state.broken.is_some() {
             drop(state);
             wake.wake(RequestEnd::Lost { sent: false, buffer: None });
-            return Ok(Tag::NONE);
+            return Ok(None);
         }
         if state.table.parked() >= PARKED_MAX {
             return Err(Errno::NOLCK);
         }
-        let tag = self.register(&mut state, &mut request, wake, false);
+        let (tag, number) = self.register(&mut state, &mut request, wake, false);
         drop(state);
         self.write(tag, request);
-        Ok(Tag(tag))
+        Ok(Some(ParkedRequest { tag, number }))
     }
 
-    /// Cancels a parked request. If the reply still arrives before the server has processed this, its waker is called.
-    pub(crate) fn give_up(self: &Arc<Self>, tag: Tag) {
-        let connection = Arc::clone(self);
+    /// Cancels a parked request, unless it has ended. If the reply still arrives before the server has processed this,
+    /// its waker is called.
+    pub(crate) fn give_up(self: &Arc<Self>, request: ParkedRequest) {
+        let (connection, tag) = (Arc::clone(self), request.tag);
+        // The Tflush may wait for a slot, and the tag must be the same request's until then.
+        if !lock(&self.state).table.begin_flush(tag, request.number) {
+            return;
+        }
         self.send_later(
-            Outgoing::new(&Request::Flush { old: tag }),
+            Outgoing::new(&Request::Flush { old: Tag(tag) }),
             Wake::call(move |answer| {
                 if let RequestEnd::Message(_) = answer {
                     connection.flushed(tag);
@@ -387,22 +402,22 @@ impl Connection {
     }
 
     /// The server has cancelled a request (flush(5)): its tag is free.
-    fn flushed(&self, tag: Tag) {
-        let pending = lock(&self.state).table.remove(tag.0);
+    fn flushed(&self, tag: u16) {
+        let pending = lock(&self.state).table.end_flush(tag);
         if let Some(pending) = pending {
             pending.wake.wake(RequestEnd::Message(Message::flushed()));
         }
     }
 
-    fn register(&self, state: &mut State, request: &mut Outgoing, wake: Wake, counted: bool) -> u16 {
+    fn register(&self, state: &mut State, request: &mut Outgoing, wake: Wake, counted: bool) -> (u16, u64) {
         let buffer = if request.kind == kind::TREAD { request.buffer.take() } else { None };
-        let tag = state.table.insert(Pending::new(request.kind, buffer, wake, counted));
+        let (tag, number) = state.table.insert(Pending::new(request.kind, buffer, wake, counted));
         // Tversion has its own tag (version(5)).
         let tag_sent = if request.kind == kind::TVERSION { Tag::NONE.0 } else { tag };
         request.head.bytes_mut()[5..7].copy_from_slice(&tag_sent.to_le_bytes());
         self.counts.messages.fetch_add(1, Ordering::Relaxed);
         self.counts.in_flight_max.fetch_max(state.table.in_flight(), Ordering::Relaxed);
-        tag
+        (tag, number)
     }
 
     /// Writes a registered request.

@@ -101,7 +101,7 @@ impl Shared {
         let set = SetAttr { size: Some(size), ..SetAttr::default() };
         let at_server = || {
             self.link.with_retry(|session| {
-                self.by_any_fid(session, inode, |fid| {
+                self.by_open_fid(session, inode, true, |fid| {
                     session.tell(&Request::Setattr { fid: fid.fid(), set, ctime: false })
                 })
             })
@@ -258,7 +258,8 @@ impl Shared {
         }
         if let Some(file) = inode.cached() {
             file.invalidate(at.offset..at.offset + done as u64);
-            self.getattr_of(inode)?;
+            // For the size; the data is written, whatever comes of this.
+            let _ = self.getattr_of(inode);
         }
         Ok(done)
     }
@@ -377,10 +378,19 @@ impl Shared {
 
     /// Syncs the data of a file, which is opened for that if necessary.
     fn sync_written(&self, inode: &Arc<Inode>) -> Result<()> {
-        let ready = self.link.with_retry(|session| match inode.open_fid(self, session) {
-            Err(RequestError::Errno(Errno::ACCESS | Errno::PERM)) => inode.writing(self, session),
-            other => other,
-        });
+        let open = || {
+            self.link.with_retry(|session| match inode.open_fid(self, session) {
+                Err(RequestError::Errno(Errno::ACCESS | Errno::PERM)) => inode.writing(self, session),
+                other => other,
+            })
+        };
+        let is_gone = |ready: &Result<_>| matches!(ready, Err(Errno::NOENT | Errno::STALE));
+        let mut ready = open();
+        if is_gone(&ready) {
+            // This client may be renaming it.
+            self.inodes.wait_for_removals();
+            ready = open();
+        }
         let outcome = match ready {
             Ok(_) => {
                 if let Some(file) = inode.cached().filter(|file| file.is_unkept()) {
@@ -389,13 +399,17 @@ impl Shared {
                 let is_past_cache = lock(&inode.io).unsynced.is_some();
                 if is_past_cache { self.sync(inode, false) } else { Ok(()) }
             }
-            // It was removed after it was closed.
-            Err(Errno::NOENT | Errno::STALE) if lock(&inode.io).is_closed() => {
+            ref gone if is_gone(gone) && lock(&inode.io).is_closed() => {
                 lock(&inode.io).unsynced = None;
                 if let Some(file) = inode.cached() {
                     file.mark_removed();
                 }
-                Ok(())
+                if self.inodes.is_removed(inode) {
+                    Ok(())
+                } else {
+                    tracing::error!("a file may not be durable: another client has renamed or removed it");
+                    Err(Errno::IO)
+                }
             }
             Err(errno) => Err(errno),
         };

@@ -17,6 +17,7 @@ use crate::extra_connections::ExtraFids;
 use crate::locks::OwnLocks;
 use crate::open_fids::Io;
 use crate::options::Options;
+use crate::removals::{NameState, Removals};
 use crate::session::{OwnedFid, Session};
 
 /// The maximum depth at which a file is looked up again: deeper than any path of one Linux system call.
@@ -31,6 +32,11 @@ static CHANGES: AtomicU64 = AtomicU64::new(0);
 /// Returns the current time, as a count of changes.
 pub(crate) fn now_in_changes() -> u64 {
     CHANGES.load(Ordering::Acquire)
+}
+
+/// Counts a change, and returns its time.
+pub(crate) fn count_change() -> u64 {
+    CHANGES.fetch_add(1, Ordering::AcqRel) + 1
 }
 
 /// Identifies a file of a server. Those with one path are next to each other.
@@ -97,6 +103,7 @@ pub(crate) struct Inode {
     place: Mutex<Option<Place>>,
     /// Where a file was found before.
     former: Mutex<Option<Place>>,
+    pub(crate) name_state: NameState,
     fid: Mutex<Option<Arc<OwnedFid>>>,
     born: Mutex<BirthStamp>,
     pub(crate) io: Mutex<Io>,
@@ -116,12 +123,15 @@ pub(crate) struct Inode {
 impl Inode {
     fn new(ino: Ino, path: u64, kind: FileType, place: Option<Place>, fid: Option<Arc<OwnedFid>>) -> Arc<Self> {
         let (place, fid) = (Mutex::new(place), Mutex::new(fid));
+        let name_state = NameState::default();
+        name_state.found();
         Arc::new(Self {
             ino,
             path,
             kind,
             place,
             former: Mutex::default(),
+            name_state,
             fid,
             born: Mutex::default(),
             io: Mutex::default(),
@@ -141,8 +151,7 @@ impl Inode {
 
     /// Records a change by this client, which invalidates earlier replies.
     pub(crate) fn change(&self) {
-        let now = CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
-        self.changed.fetch_max(now, Ordering::AcqRel);
+        self.changed.fetch_max(count_change(), Ordering::AcqRel);
     }
 
     /// Returns whether a reply to a request at this time is still valid, considering this client's own changes.
@@ -165,6 +174,7 @@ impl Inode {
         let mut place = lock(&self.place);
         let is_same = place.as_ref().is_some_and(|place| place.dir.ino == now.dir.ino && place.name == now.name);
         let before = place.replace(now);
+        self.name_state.found();
         drop(place);
         if !is_same && !self.is_dir() {
             *lock(&self.former) = before;
@@ -328,6 +338,7 @@ impl Tables {
 pub(crate) struct Inodes {
     root: Arc<Inode>,
     tables: RwLock<Tables>,
+    pub(crate) removals: Removals,
     /// The server tells what others do to files that this client has fids of.
     has_events: bool,
 }
@@ -335,7 +346,8 @@ pub(crate) struct Inodes {
 impl Inodes {
     pub(crate) fn new(root: Qid, has_events: bool) -> Self {
         let root = Inode::new(Ino::ROOT, root.path, FileType::Directory, None, None);
-        Self { root, tables: RwLock::new(Tables { next: Ino::ROOT.0 + 1, ..Tables::default() }), has_events }
+        let tables = RwLock::new(Tables { next: Ino::ROOT.0 + 1, ..Tables::default() });
+        Self { root, tables, removals: Removals::default(), has_events }
     }
 
     /// Returns the files with this path: one, mostly.

@@ -52,6 +52,7 @@ mod locks;
 mod names;
 mod open_fids;
 mod options;
+mod removals;
 mod session;
 #[cfg(feature = "tls")]
 mod tls;

@@ -12,10 +12,10 @@ use ferry_vfs::sync::lock;
 use ferry_vfs::{
     Caller, Change, Errno, Handle, Ino, Lock, LockKind, LockOutcome, LockOwner, RandomKey, Result, SessionId, Waiter,
 };
-use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request, Tag};
+use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request};
 
 use crate::client::Shared;
-use crate::connection::{Connection, Outcome, Outgoing, RequestEnd, RequestError, Wake};
+use crate::connection::{Connection, Outcome, Outgoing, ParkedRequest, RequestEnd, RequestError, Wake};
 use crate::inode::Inode;
 use crate::open_fids::OpenFile;
 use crate::options::Cache;
@@ -50,7 +50,7 @@ struct WaitState {
 #[derive(Debug)]
 enum Stage {
     /// The server has the request.
-    Sent(Arc<Connection>, Tag),
+    Sent(Arc<Connection>, ParkedRequest),
     /// The server was told to cancel it.
     GivenUp,
     /// It is to be sent again at this time.
@@ -270,8 +270,8 @@ impl Shared {
         // Held until the tag is recorded, because the reply may arrive before.
         let mut state = lock(&wait.state);
         match session.park(request, wake) {
-            Ok(tag) if tag != Tag::NONE => state.stage = Stage::Sent(Arc::clone(&session.connection), tag),
-            Ok(_) => state.stage = Stage::Again(Instant::now()),
+            Ok(Some(parked)) => state.stage = Stage::Sent(Arc::clone(&session.connection), parked),
+            Ok(None) => state.stage = Stage::Again(Instant::now()),
             Err(errno) => {
                 drop(state);
                 self.end_wait(wait, Err(errno));
@@ -356,8 +356,8 @@ impl Shared {
             let mut state = lock(&wait.state);
             let is_wanted = state.is_wanted();
             match &state.stage {
-                Stage::Sent(connection, tag) if !is_wanted => {
-                    connection.give_up(*tag);
+                Stage::Sent(connection, request) if !is_wanted => {
+                    connection.give_up(*request);
                     state.stage = Stage::GivenUp;
                 }
                 Stage::Again(_) if !is_wanted => {
@@ -433,7 +433,11 @@ impl Shared {
             let locks = lock(&inode.locks).all();
             // Who did not wait so long has given it up.
             let wanted = locks.iter().filter(|wanted| lock(&inode.locks).has(wanted.owner));
-            let taken = { wanted }.try_for_each(|wanted| self.lock_now(session, &inode, wanted, true));
+            let taken = { wanted }.try_for_each(|wanted| match self.lock_now(session, &inode, wanted, true) {
+                // diod and QEMU do not know the flag.
+                Err(RequestError::Errno(Errno::INVAL)) => self.lock_now(session, &inode, wanted, false),
+                other => other,
+            });
             match taken {
                 Ok(()) | Err(RequestError::Lost { .. }) => {}
                 Err(RequestError::Errno(errno)) => {

@@ -239,10 +239,13 @@ impl Shared {
         let dir = self.inodes.dir(dir)?;
         self.change_names(&[(&dir, name)], |session| {
             let fid = dir.fid(session, &self.link.options)?;
+            let _under_way = self.inodes.begin_removal();
             session.at_or_else(
                 || session.tell(&Request::Unlinkat { dir: fid.fid(), name, is_dir }),
                 || remove_by_fid(session, fid.fid(), name, is_dir),
-            )
+            )?;
+            self.inodes.removed(&dir, name);
+            Ok(())
         })?;
         self.publish_entry(cx, &dir, name);
         self.publish_event(cx, || Event::Removed { dir: dir.ino, name: name.to_buf(), is_dir, ino: None });
@@ -261,24 +264,28 @@ impl Shared {
             return Err(Errno::INVAL);
         }
         let (dir, new_dir) = (self.inodes.dir(from.0)?, self.inodes.dir(to.0)?);
-        self.change_names(&[(&dir, from.1), (&new_dir, to.1)], |session| {
+        let under_way = self.change_names(&[(&dir, from.1), (&new_dir, to.1)], |session| {
             let options = &self.link.options;
-            let (dir, new_dir) = (dir.fid(session, options)?, new_dir.fid(session, options)?);
+            let (fid, new_fid) = (dir.fid(session, options)?, new_dir.fid(session, options)?);
             let (name, new_name) = (from.1, to.1);
+            let under_way = self.inodes.begin_removal();
             session.at_or_else(
-                || session.tell(&Request::Renameat { dir: dir.fid(), name, new_dir: new_dir.fid(), new_name }),
+                || session.tell(&Request::Renameat { dir: fid.fid(), name, new_dir: new_fid.fid(), new_name }),
                 || {
-                    let (held, _) = walk(session, dir.fid(), &[name.to_buf()])?;
-                    session.tell(&Request::Rename { fid: held.fid(), dir: new_dir.fid(), name: new_name })?;
+                    let (held, _) = walk(session, fid.fid(), &[name.to_buf()])?;
+                    session.tell(&Request::Rename { fid: held.fid(), dir: new_fid.fid(), name: new_name })?;
                     // diod, whose fids are paths, knows those below by their old names only.
                     self.inodes.drop_fids();
                     Ok(())
                 },
-            )
+            )?;
+            self.inodes.removed(&new_dir, new_name);
+            Ok(under_way)
         })?;
         // So that it is known where to look for it should the connection be lost.
         let found = self.link.with_retry(|session| self.find(session, &new_dir, to.1));
         let found = found.inspect(|entry| self.inodes.forget(entry.ino, 1));
+        drop(under_way);
         self.publish_entry(cx, &dir, from.1);
         self.publish_entry(cx, &new_dir, to.1);
         let is_dir = found.is_ok_and(|entry| entry.attr.kind() == FileType::Directory);

@@ -23,7 +23,8 @@ const OPEN_FLAGS: [(u32, OFlags); 10] = [
     (0o200_000, OFlags::DIRECTORY),
     (0o400_000, OFlags::NOFOLLOW),
     (0o1_000_000, OFlags::NOATIME),
-    (0o4_010_000, OFlags::SYNC),
+    // This bit alone is O_SYNC here. O_SYNC of Linux includes that of O_DSYNC, so both bits are encoded.
+    (0o4_000_000, OFlags::SYNC),
     (0o1, OFlags::WRONLY),
     (0o2, OFlags::RDWR),
 ];

@@ -13,7 +13,7 @@ use ferry_wire::ninep::{DirWriter, Fid, READ_HEAD_BYTES, Reply, encode_data_head
 use super::permission::{SEARCH, wanted};
 use super::{Context, ReplyPlace};
 use crate::carrier::NinepReply;
-use crate::session::{File, Node, Place, State};
+use crate::session::{File, Node, State};
 use crate::users::User;
 
 /// Flags that are not passed on. Buffers of replies are not aligned for `O_DIRECT`.
@@ -104,7 +104,7 @@ impl Context<'_> {
         let size = if flags.contains(OFlags::TRUNC) { 0 } else { attr.size };
         open.found(self.session, size);
         let qid = node.qid(&attr);
-        let place = Some(Place::new(&dir.node, name));
+        let place = Some(self.session.renames.place(&dir.node, name));
         let file = File { node, place, user, root: dir.root, state: State::Open(open) };
         self.session.replace(fid, &dir, file)?;
         Ok(Reply::Create { qid, iounit: 0 })

@@ -407,6 +407,50 @@ fn names_are_made_moved_and_removed() {
     assert_eq!(client.ok(&Request::Remove { fid: ROOT }), Err(Errno::BUSY));
 }
 
+/// A client that renames by names, and removes by fids.
+#[test]
+fn fids_follow_the_renames_of_their_session() {
+    let share = DirServer::new(Options::default());
+    fs::create_dir(share.path.join("d")).unwrap();
+    fs::write(share.path.join("f"), "first").unwrap();
+    let mut client = share.attached(0);
+    client.walk(ROOT, Fid(1), "d").unwrap();
+    (4..7).for_each(|fid| _ = client.walk(ROOT, Fid(fid), "f").unwrap());
+    let (dir, d) = (ROOT, Fid(1));
+    let renameat = |dir, from, new_dir, to| Request::Renameat { dir, name: name(from), new_dir, new_name: name(to) };
+    client.ok(&renameat(dir, "f", d, "g")).unwrap();
+    // Another file takes its name, and is renamed, too.
+    fs::write(share.path.join("f"), "second").unwrap();
+    (7..9).for_each(|fid| _ = client.walk(ROOT, Fid(fid), "f").unwrap());
+    client.ok(&renameat(dir, "f", dir, "h")).unwrap();
+    client.ok(&renameat(d, "g", d, "i")).unwrap();
+    client.ok(&Request::Rename { fid: Fid(4), dir, name: name("j") }).unwrap();
+    assert_eq!(fs::read(share.path.join("j")).unwrap(), b"first");
+    client.ok(&Request::Rename { fid: Fid(7), dir: d, name: name("k") }).unwrap();
+    assert_eq!(fs::read(share.path.join("d/k")).unwrap(), b"second");
+    client.ok(&Request::Remove { fid: Fid(5) }).unwrap();
+    client.ok(&Request::Remove { fid: Fid(8) }).unwrap();
+    assert!(!share.path.join("j").exists() && !share.path.join("d/k").exists());
+    // Of others' renames it knows nothing; and only the last ones are known.
+    fs::write(share.path.join("f"), "third").unwrap();
+    client.walk(ROOT, Fid(10), "f").unwrap();
+    client.walk(ROOT, Fid(11), "f").unwrap();
+    fs::rename(share.path.join("f"), share.path.join("m0")).unwrap();
+    assert_eq!(client.ok(&Request::Remove { fid: Fid(10) }), Err(Errno::NOENT));
+    fs::rename(share.path.join("m0"), share.path.join("f")).unwrap();
+    client.walk(ROOT, Fid(12), "f").unwrap();
+    client.ok(&renameat(dir, "f", dir, "m0")).unwrap();
+    let names: Vec<String> = (0..=256).map(|number| format!("m{number}")).collect();
+    names.windows(2).for_each(|pair| client.ok(&renameat(dir, &pair[0], dir, &pair[1])).unwrap());
+    assert_eq!(client.ok(&Request::Remove { fid: Fid(12) }), Err(Errno::NOENT));
+    client.walk(ROOT, Fid(12), "m256").unwrap();
+    client.ok(&renameat(dir, "m256", dir, "n")).unwrap();
+    client.ok(&Request::Remove { fid: Fid(12) }).unwrap();
+    drop(client);
+    share.settles(|usage| usage.connections == 0);
+    share.assert_released();
+}
+
 #[test]
 fn attributes_are_set() {
     let share = DirServer::new(Options::default());
@@ -518,6 +562,15 @@ fn extended_attributes_are_fids_of_their_own() {
     client.ok(&Request::Xattrwalk { fid: Fid(8), new_fid: Fid(7), name: b"" }).unwrap();
     assert_eq!(client.walk(Fid(7), Fid(6), ""), Err(Errno::BADF));
     assert_eq!(client.write(Fid(7), 0, b""), Err(Errno::BADF));
+    client.walk(ROOT, Fid(6), "f").unwrap();
+    client.ok(&Request::Xattrwalk { fid: Fid(6), new_fid: Fid(5), name: b"" }).unwrap();
+    client.ok(&Request::Xattrcreate { fid: Fid(6), name: b"user.a", bytes: 1, flags: any }).unwrap();
+    for fid in [Fid(5), Fid(6)] {
+        assert_eq!(client.ok(&Request::Rename { fid, dir: ROOT, name: name("g") }), Err(Errno::BADF));
+        assert_eq!(client.ok(&Request::Remove { fid }), Err(Errno::BADF));
+        assert_eq!(client.ok(&Request::Clunk { fid }), Err(Errno::BADF), "the fid ends in any case");
+    }
+    assert!(share.path.join("f").exists());
     assert_eq!(client.ok(&Request::Mkdir { dir: Fid(7), name: name("d"), mode: 0, gid: 0 }), Err(Errno::BADF));
 }
 

@@ -3,11 +3,13 @@
 use crate::common;
 
 use std::collections::HashMap;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{Client, Link, ROOT, Server};
-use ferry_ninep::Options;
+use ferry_ninep::{Export, Limits, Options, Usage};
 use ferry_vfs::{
     Attr, Caller, Data, Entry, Errno, FileSystem, FileType, Handle, Ino, Input, IoRange, Name, OFlags, Output, Result,
     SetAttr,
@@ -332,5 +334,90 @@ fn a_client_can_disconnect_while_its_requests_wait() {
     gate.open();
     left.join().unwrap();
     drop(other);
+    server.settles(|usage| usage.connections == 0 && usage.requests == 0);
+}
+
+/// A client is a user of this host, or an address: here each is one.
+#[test]
+fn a_client_with_many_connections_leaves_threads_to_others() {
+    if common::is_by_device() {
+        return;
+    }
+    const THREADS: usize = 8;
+    const ASKED: u16 = 5;
+    let gate = Gate::new(Wait::UpTo(0));
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    let (unix, tcp) = (UnixListener::bind(&socket).unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let address = tcp.local_addr().unwrap();
+    let limits = Limits { threads_max: THREADS, ..Limits::default() };
+    let options = Options { limits, ..Options::default() };
+    let export =
+        Export::start(vec![unix.into(), tcp.into()], Arc::clone(&gate) as Arc<dyn FileSystem>, options).unwrap();
+    let settles = |is_right: &dyn Fn(&Usage) -> bool| {
+        let end = Instant::now() + common::PATIENCE;
+        while !is_right(&export.usage()) {
+            assert!(Instant::now() < end, "it stays so: {:?}", export.usage());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let mut greedy: Vec<_> = (0..4).map(|_| Client::new(UnixStream::connect(&socket).unwrap())).collect();
+    for client in &mut greedy {
+        client.hello(common::MSIZE);
+        client.attach(ROOT, 0).unwrap();
+        client.open_path(SLOW, "slow", OFlags::RDWR).unwrap();
+    }
+    for round in 0..3 {
+        gate.wait.lock().unwrap().0 = Wait::UntilTold;
+        for client in &mut greedy {
+            (0..ASKED).for_each(|tag| client.send(Tag(tag), &Request::Getattr { fid: SLOW, mask: valid::BASIC }));
+        }
+        settles(&|usage| usage.requests >= THREADS * 3 / 4);
+        std::thread::sleep(MOMENT);
+        assert_eq!(export.usage().requests, THREADS * 3 / 4, "round {round}");
+        // One that goes while it waits for a thread delays no other.
+        let mut left = Client::new(UnixStream::connect(&socket).unwrap());
+        left.send(Tag::NONE, &Request::Version { msize: common::MSIZE, version: VERSION });
+        settles(&|usage| usage.connections == greedy.len() + 1);
+        drop(left);
+        let mut other = Client::new(TcpStream::connect(address).unwrap());
+        other.hello(common::MSIZE);
+        other.attach(ROOT, 0).unwrap();
+        other.open_path(FAST, "fast", OFlags::RDWR).unwrap();
+        assert_eq!(other.read(FAST, 0, 4).as_deref(), Ok(&b"text"[..]), "round {round}");
+        gate.open();
+        for client in &mut greedy {
+            (0..ASKED).for_each(|_| is_answered(&client.receive().1));
+        }
+        drop(other);
+        settles(&|usage| usage.connections == greedy.len() && usage.requests == 0);
+    }
+}
+
+/// Connections wait for threads that others of their client have, and none is forgotten.
+#[test]
+fn many_connections_share_the_threads_of_their_client() {
+    if common::is_by_device() {
+        return;
+    }
+    const REQUESTS: u16 = 50;
+    let limits = Limits { threads_max: 4, ..Limits::default() };
+    let source = Gate::new(Wait::UpTo(2)) as Arc<dyn FileSystem>;
+    let server = Server::of(source, Options { limits, ..Options::default() });
+    std::thread::scope(|scope| {
+        for number in 0..24 {
+            let server = &server;
+            scope.spawn(move || {
+                let mut client = server.attached(0);
+                client.open_path(SLOW, "slow", OFlags::RDWR).unwrap();
+                if number % 3 == 0 {
+                    // It sends, and goes.
+                    return ask(&mut client, number);
+                }
+                (0..REQUESTS).for_each(|tag| ask(&mut client, tag));
+                (0..REQUESTS).for_each(|_| is_answered(&client.receive().1));
+            });
+        }
+    });
     server.settles(|usage| usage.connections == 0 && usage.requests == 0);
 }

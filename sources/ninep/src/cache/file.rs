@@ -30,7 +30,11 @@ pub struct CachedFile {
 
 /// The time of a request for attributes; see [`CachedFile::set_size`].
 #[derive(Clone, Copy, Debug)]
-pub struct SizeMark(Option<u64>);
+pub struct SizeMark {
+    /// The state's version; `None` if the reply cannot be used.
+    version: Option<u64>,
+    number: u64,
+}
 
 impl CachedFile {
     pub(super) fn new(cache: Arc<Shared>, remote: Arc<dyn Remote>, size: u64) -> Arc<Self> {
@@ -53,17 +57,20 @@ impl CachedFile {
 
     /// Returns a mark, before the server is asked for attributes. Does not wait.
     pub fn size_mark(&self) -> SizeMark {
-        let state = self.lock();
-        SizeMark((!state.is_writing(u64::MAX) && !state.held).then_some(state.version))
+        let mut state = self.lock();
+        state.last_mark += 1;
+        let version = (!state.is_writing(u64::MAX) && !state.held).then_some(state.version);
+        SizeMark { version, number: state.last_mark }
     }
 
     /// Sets the size from attributes that were requested after the mark. It is ignored if this client has changed the
-    /// size since, because the reply may be older. Returns whether users may see this size; otherwise use
+    /// size since, or a later mark was used, because the reply may be older. Returns whether users may see this size; otherwise use
     /// [`Self::size`]. Does not wait.
     pub fn set_size(&self, mark: SizeMark, size: u64) -> bool {
         let mut state = self.lock();
-        let current = mark.0 == Some(state.version) && !state.is_writing(u64::MAX) && !state.held;
-        if current {
+        let is_newest = mark.version == Some(state.version) && mark.number > state.used_mark;
+        if is_newest && !state.is_writing(u64::MAX) && !state.held {
+            state.used_mark = mark.number;
             state.resized_remotely(size.min(SIZE_MAX));
         }
         state.size == size

@@ -68,6 +68,9 @@ pub(super) struct State {
     pub remote_size: u64,
     /// Increases when older replies about the size become invalid.
     pub version: u64,
+    /// The last mark of a request for attributes, and the last one whose reply was used.
+    pub last_mark: u64,
+    pub used_mark: u64,
     /// Messages in flight, in the order of their start.
     pub in_flight: Vec<InFlightMessage>,
     /// The number of the last message.
@@ -99,6 +102,8 @@ impl State {
             size,
             remote_size: size,
             version: 0,
+            last_mark: 0,
+            used_mark: 0,
             in_flight: Vec::new(),
             last: 0,
             failures: Vec::with_capacity(FAILURES),

@@ -123,6 +123,10 @@ pub(super) struct Pending {
     pub(super) buffer: Option<Vec<u8>>,
     pub(super) wake: Wake,
     counted: bool,
+    /// Distinguishes it from other requests with the same tag.
+    number: u64,
+    /// A Tflush of it was queued.
+    flushing: bool,
     /// It is still being written: its buffer returns afterwards.
     sending: bool,
     answer: Option<Message>,
@@ -130,7 +134,8 @@ pub(super) struct Pending {
 
 impl Pending {
     pub(super) fn new(kind: u8, buffer: Option<Vec<u8>>, wake: Wake, counted: bool) -> Self {
-        Self { kind, since: Instant::now(), buffer, wake, counted, sending: true, answer: None }
+        let (since, number, flushing) = (Instant::now(), 0, false);
+        Self { kind, since, buffer, wake, counted, number, flushing, sending: true, answer: None }
     }
 }
 
@@ -139,6 +144,8 @@ enum Slot {
     Used(Pending),
     /// The reader is filling its buffer.
     Filling(Pending),
+    /// It has ended, and its flush has not: the tag is not reused before.
+    Flushing,
 }
 
 /// The requests of a connection. Tags are indexes of the table.
@@ -149,6 +156,7 @@ pub(super) struct Table {
     free: VecDeque<u16>,
     in_flight: usize,
     parked: usize,
+    last_number: u64,
     is_lost: bool,
 }
 
@@ -169,8 +177,10 @@ impl Table {
         self.parked
     }
 
-    /// Adds a request. The connection keeps their number far below that of tags.
-    pub(super) fn insert(&mut self, pending: Pending) -> u16 {
+    /// Adds a request; returns its tag and its number. The connection keeps the number of requests far below that of tags.
+    pub(super) fn insert(&mut self, mut pending: Pending) -> (u16, u64) {
+        self.last_number += 1;
+        pending.number = self.last_number;
         if pending.counted {
             self.in_flight += 1;
         } else {
@@ -182,7 +192,28 @@ impl Table {
             u16::try_from(self.slots.len() - 1).expect("there are fewer requests in flight than tags")
         });
         self.slots[usize::from(tag)] = Slot::Used(pending);
-        tag
+        (tag, self.last_number)
+    }
+
+    /// Records that a request will be flushed; returns false if it has ended.
+    pub(super) fn begin_flush(&mut self, tag: u16, number: u64) -> bool {
+        match self.slots.get_mut(usize::from(tag)) {
+            Some(Slot::Used(pending) | Slot::Filling(pending)) if pending.number == number => {
+                pending.flushing = true;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Records that the flush of a tag has ended, and takes its request out, if that has not ended before.
+    pub(super) fn end_flush(&mut self, tag: u16) -> Option<Pending> {
+        let pending = self.remove(tag);
+        if let Some(slot @ Slot::Flushing) = self.slots.get_mut(usize::from(tag)) {
+            *slot = Slot::Free;
+            self.free.push_back(tag);
+        }
+        pending
     }
 
     /// Returns the type of the request with this tag.
@@ -217,7 +248,10 @@ impl Table {
                 pending.answer = Some(message);
                 *slot = Slot::Used(pending);
             }
-            Slot::Free => return None,
+            unused => {
+                *slot = unused;
+                return None;
+            }
         }
         self.complete(tag)
     }
@@ -254,13 +288,23 @@ impl Table {
     /// Takes a request out.
     pub(super) fn remove(&mut self, tag: u16) -> Option<Pending> {
         let slot = self.slots.get_mut(usize::from(tag))?;
-        let (Slot::Used(pending) | Slot::Filling(pending)) = std::mem::replace(slot, Slot::Free) else { return None };
+        let pending = match std::mem::replace(slot, Slot::Free) {
+            Slot::Used(pending) | Slot::Filling(pending) => pending,
+            unused => {
+                *slot = unused;
+                return None;
+            }
+        };
         if pending.counted {
             self.in_flight -= 1;
         } else {
             self.parked -= 1;
         }
-        self.free.push_back(tag);
+        if pending.flushing {
+            *slot = Slot::Flushing;
+        } else {
+            self.free.push_back(tag);
+        }
         Some(pending)
     }
 

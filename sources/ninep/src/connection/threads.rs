@@ -135,7 +135,7 @@ fn send(connection: &Connection) {
             }
             state = sync::wait(&connection.work, state);
         };
-        let tag = connection.register(&mut state, &mut request, wake, true);
+        let (tag, _) = connection.register(&mut state, &mut request, wake, true);
         drop(state);
         connection.write(tag, request);
     }

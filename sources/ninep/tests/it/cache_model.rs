@@ -352,6 +352,19 @@ fn stale_attributes_do_not_shrink_a_written_file() {
     assert_eq!((file.size(), file.read(0, 4096, &mut Vec::new())), (50, Ok(50)));
 }
 
+/// Two replies about a file that another client changes in between; the first one comes last.
+#[test]
+fn older_attributes_do_not_undo_newer_ones() {
+    let cache = Cache::new(Limits::default()).unwrap();
+    let fake = Fake::new(Manners::default(), vec![1; 200]);
+    let file = cache.file(fake, 100);
+    let [older, newer] = [file.size_mark(), file.size_mark()];
+    assert!(file.set_size(newer, 200));
+    assert!(!file.set_size(older, 100));
+    assert_eq!((file.size(), file.read(100, 4096, &mut Vec::new())), (200, Ok(100)));
+    assert!(file.set_size(file.size_mark(), 150));
+}
+
 #[test]
 fn files_share_a_bounded_memory_and_keep_their_bytes() {
     const FILES: usize = 12;

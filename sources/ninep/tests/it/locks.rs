@@ -3,14 +3,14 @@
 
 use crate::common;
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::fake::{Act, Fake, reply};
 use common::{CX, PATIENCE, Served, name, read, write};
-use ferry_9p_client::{Client, Options};
+use ferry_9p_client::{Cache, Client, Options};
 use ferry_vfs::*;
 use ferry_wire::ninep::{LockStatus, Reply, Request};
 
@@ -267,4 +267,34 @@ fn an_owner_has_a_bounded_number_of_locks_and_others_have_theirs() {
     assert_eq!(set(LockKind::Read, 2, RANGES_MAX), Ok(LockOutcome::Done));
     assert_eq!(set(LockKind::Unlock, 1, 0), Ok(LockOutcome::Done));
     assert_eq!(set(LockKind::Read, 1, RANGES_MAX), Ok(LockOutcome::Done));
+}
+
+/// diod and QEMU refuse flags of locks that they do not know.
+#[test]
+fn locks_are_taken_again_where_the_server_knows_no_reclaim() {
+    let (is_lost, locked) = (AtomicBool::new(false), Arc::<AtomicUsize>::default());
+    let counted = Arc::clone(&locked);
+    let fake = Fake::new(move |tag, request| match request {
+        // The connection ends by this, the first time.
+        Request::Statfs { .. } if !is_lost.swap(true, Ordering::SeqCst) => Some(Act::HangUp),
+        Request::Lock { reclaim: true, .. } => Some(reply(tag, &Reply::Error(Errno::INVAL))),
+        Request::Lock { .. } => {
+            counted.fetch_add(1, Ordering::SeqCst);
+            Some(reply(tag, &Reply::Lock(LockStatus::Success)))
+        }
+        Request::Read { .. } => Some(reply(tag, &Reply::Read(b"text"))),
+        _ => None,
+    });
+    let options = Options { patience: PATIENCE, cache: Cache::None, ..Options::default() };
+    let client = fake.connect(options).unwrap();
+    let ino = client.lookup(&CX, Ino::ROOT, name("f")).unwrap().ino;
+    let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
+    let one = Opened { client, ino, handle };
+    assert_eq!(
+        (one.set(LockKind::Write, 1), one.set(LockKind::Write, 2)),
+        (Ok(LockOutcome::Done), Ok(LockOutcome::Done))
+    );
+    let _ = one.client.statfs(&CX, Ino::ROOT).unwrap_err();
+    assert_eq!(read(&one.client, ino, handle, 0, 4).as_deref(), Ok(&b"text"[..]));
+    assert_eq!(locked.load(Ordering::SeqCst), 4);
 }

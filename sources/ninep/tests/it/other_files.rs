@@ -201,3 +201,66 @@ fn a_lookup_after_a_restart_does_not_confuse_files() {
         nothing_is_left(&client);
     }
 }
+
+/// A server whose fids are paths, and on which another client has renamed a file over the open one.
+#[test]
+fn attributes_of_an_open_file_are_not_those_of_its_successor() {
+    for cache in [Cache::None, Cache::Auto] {
+        let is_replaced = Arc::<AtomicBool>::default();
+        let sets = Arc::<Mutex<Vec<(SetAttr, bool)>>>::default();
+        let (replaced, noted, opened) = (Arc::clone(&is_replaced), Arc::clone(&sets), Mutex::new(Vec::new()));
+        let fake = Fake::new(move |tag, request| match *request {
+            Request::Open { fid, flags } => {
+                opened.lock().unwrap().push((fid, flags.contains(OFlags::RDWR)));
+                None
+            }
+            Request::Getattr { fid, .. } if fid != Fid(1) && replaced.load(Ordering::SeqCst) => {
+                let is_open = opened.lock().unwrap().iter().any(|(open, _)| *open == fid);
+                let other = Getattr { qid: OTHER, attr: file_attr().attr.with_size(5), ..file_attr() };
+                Some(reply(tag, &Reply::Getattr(if is_open { file_attr() } else { other })))
+            }
+            Request::Setattr { fid, set, .. } => {
+                let writable = opened.lock().unwrap().iter().find(|(open, _)| *open == fid).map(|open| open.1);
+                noted.lock().unwrap().push((set, writable.is_some_and(|writable| writable || set.size.is_none())));
+                Some(reply(tag, &Reply::Setattr))
+            }
+            _ => None,
+        });
+        let client = fake.connect(Options { cache, ..Options::default() }).unwrap();
+        let ino = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
+        let [reads, writes] = [OFlags::RDONLY, OFlags::RDWR].map(|flags| client.open(&CX, ino, flags).unwrap());
+        is_replaced.store(true, Ordering::SeqCst);
+        assert_eq!(client.getattr(&CX, ino, Some(reads)).map(|attr| attr.size), Ok(1000), "{cache:?}");
+        let time = Some(SetTime::At(Timespec { sec: 7, nsec: 0 }));
+        let set = SetAttr { size: Some(1000), mode: Some(0o640), mtime: time, ..SetAttr::default() };
+        assert_eq!(client.setattr(&CX, ino, Some(writes), &set).map(|attr| attr.size), Ok(1000), "{cache:?}");
+        let sets: Vec<_> = sets.lock().unwrap().drain(..).collect();
+        assert!(sets.len() == 2 && sets.iter().all(|(_, is_right)| *is_right), "{cache:?}: {sets:?}");
+        for handle in [reads, writes] {
+            client.release(&CX, ino, handle);
+        }
+        assert_eq!(client.getattr(&CX, ino, None).unwrap_err(), Errno::STALE, "{cache:?}");
+    }
+}
+
+/// The request that changed something succeeded.
+#[test]
+fn a_change_succeeds_though_no_attributes_come_after_it() {
+    let is_failing = Arc::<AtomicBool>::default();
+    let fails = Arc::clone(&is_failing);
+    let fake = Fake::new(move |tag, request| match request {
+        Request::Getattr { .. } if fails.load(Ordering::SeqCst) => Some(reply(tag, &Reply::Error(Errno::NOMEM))),
+        Request::Setattr { .. } => Some(reply(tag, &Reply::Setattr)),
+        _ => None,
+    });
+    let client = fake.connect(Options { cache: Cache::Auto, ..Options::default() }).unwrap();
+    let ino = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
+    let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
+    is_failing.store(true, Ordering::SeqCst);
+    let at = IoRange { flags: OFlags::RDWR | OFlags::DIRECT, ..common::range(ino, handle, 0, 4) };
+    assert_eq!(client.write(&CX, &at, &mut b"text".as_slice()).map(|data| data.bytes()), Ok(Some(4)));
+    let set = SetAttr { mode: Some(0o640), uid: Some(7), size: Some(10), ..SetAttr::default() };
+    let attr = client.setattr(&CX, ino, Some(handle), &set).unwrap();
+    assert_eq!((attr.mode, attr.uid, attr.size), (0o100_640, 7, 10));
+    assert_eq!(client.getattr(&CX, ino, None).unwrap_err(), Errno::NOMEM);
+}

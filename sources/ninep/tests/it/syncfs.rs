@@ -190,3 +190,37 @@ fn known_files_are_not_kept_open() {
         served.settles(|usage| usage.fids <= 2);
     }
 }
+
+/// By a name that another client has changed, the written data cannot be made durable any more.
+#[test]
+fn a_closed_file_that_others_renamed_is_an_error_once() {
+    for cache in [Cache::Auto, Cache::None] {
+        let served = Served::new();
+        let [client, other] = [(), ()].map(|()| served.connect(Options { cache, ..Options::default() }));
+        let make = |text| {
+            let (made, handle) =
+                client.create(&CX, Ino::ROOT, name(text), &common::file(0o600), OFlags::WRONLY).unwrap();
+            write(&client, made.ino, handle, 0, b"data").unwrap();
+            client.flush(&CX, made.ino, handle, 0).unwrap();
+            client.release(&CX, made.ino, handle);
+            client.forget(made.ino, 1);
+        };
+        // This client's own: removed, made again, renamed over.
+        make("goes");
+        client.unlink(&CX, Ino::ROOT, name("goes")).unwrap();
+        ["goes", "new"].into_iter().for_each(make);
+        client.rename(&CX, (Ino::ROOT, name("new")), (Ino::ROOT, name("goes")), RenameFlags::empty()).unwrap();
+        assert_eq!(sync(&client), Ok(()), "{cache:?}");
+        make("moved");
+        // The name was another file's before.
+        make("removed");
+        client.unlink(&CX, Ino::ROOT, name("removed")).unwrap();
+        make("removed");
+        for text in ["moved", "removed"] {
+            other.rename(&CX, (Ino::ROOT, name(text)), (Ino::ROOT, name("x")), RenameFlags::empty()).unwrap();
+            assert_eq!(sync(&client), Err(Errno::IO), "{cache:?}");
+            assert_eq!(sync(&client), Ok(()), "{cache:?}");
+            make("removed");
+        }
+    }
+}

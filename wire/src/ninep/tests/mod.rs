@@ -123,6 +123,17 @@ proptest! {
     }
 }
 
+/// Clients that have their own constants send `P9_DOTL_SYNC` without `P9_DOTL_DSYNC`.
+#[test]
+fn the_bit_of_o_sync_alone_means_synchronous_writes() {
+    let message = |raw: u32| [&b"\x0f\0\0\0\x0c\x07\0\x01\0\0\0"[..], &raw.to_le_bytes()].concat();
+    let open = Request::Open { fid: Fid(1), flags: OFlags::WRONLY | OFlags::SYNC };
+    for raw in [0o4_000_001, 0o4_010_001] {
+        assert_eq!(Request::decode(&message(raw)), Ok((Tag(7), open)), "{raw:o}");
+    }
+    assert_eq!(encoded(&open, Tag(7)), message(0o4_010_001));
+}
+
 /// Bytes as Linux's client formats them (`net/9p/client.c`).
 #[test]
 fn messages_have_the_layout_of_linux() {
