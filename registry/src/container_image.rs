@@ -9,7 +9,7 @@ use serde::Deserialize;
 use crate::container::{CONFIG_BYTES_MAX, Container, ContainerLayer};
 use crate::error::{Error, Result};
 use crate::layers::{TABLES_MEMORY_MAX, fetch_blob, read_table, table_slot};
-use crate::manifest::Sha256;
+use crate::manifest::{Blob, Sha256};
 use crate::remote::{Document, Remote};
 
 /// The annotation of stargz's converter with the length of the unpacked archive.
@@ -103,19 +103,19 @@ impl ContainerImage {
         })
     }
 
-    /// Fetches the whole blob of a layer to a new file, and verifies it.
-    ///
-    /// # Errors
-    ///
-    /// It cannot be fetched or written, or is damaged.
-    pub fn fetch_layer(&self, number: usize, output: &Path) -> Result<()> {
-        fetch_blob(&self.remote, self.layer(number)?.blob, output, &|_| {})
-    }
-
     fn layer(&self, number: usize) -> Result<&ContainerLayer> {
         let none = || Error::NoImage(format!("layer {} of {}", number + 1, self.remote.reference()));
         self.container.layers.get(number).ok_or_else(none)
     }
+}
+
+/// Fetches the whole blob of a layer to a new file, and verifies it. No manifest is needed.
+///
+/// # Errors
+///
+/// It cannot be fetched or written, or is damaged.
+pub fn fetch_layer(remote: &Remote, sha256: Sha256, bytes: u64, output: &Path) -> Result<()> {
+    fetch_blob(remote, Blob { sha256, bytes }, output, &|_| {})
 }
 
 /// Joins the layers of a manifest with those of a configuration.

@@ -8,12 +8,18 @@
 //!
 //! What does not unpack is replaced by zeros, so that the digests of its objects refuse it, and only them.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use ferry_image::ByteSink as Sink;
 use zstd::bulk::{Compressor, Decompressor};
+
+use crate::error::Error;
+use crate::manifest::Sha256;
 
 /// The bytes of a part in each frame.
 const FRAME_BYTES: u64 = 256 << 10;
@@ -22,6 +28,9 @@ const PACKED_BYTES_MAX: u64 = FRAME_BYTES + 4096;
 /// The number of bytes of a length in the annotation.
 const LENGTH_BYTES: usize = 3;
 const LEVEL: i32 = 3;
+/// The maximum number of frames that are kept: 4 MiB.
+const EDGES_MAX: usize = 15;
+const _: () = assert!(EDGES_MAX as u64 * PACKED_BYTES_MAX <= 4 << 20);
 
 /// Where the frames of a part are in its blob.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,22 +100,88 @@ impl Frames {
         Ok(Self { bytes, ends })
     }
 
-    /// Passes a range of the part to `sink`, and asks `fetch` for the frames that have it.
-    pub(crate) fn read<E>(
+    /// Returns where a frame begins in the blob.
+    fn begin(&self, at: usize) -> u64 {
+        at.checked_sub(1).map_or(0, |before| self.ends[before])
+    }
+
+    /// Passes a range of the part with this blob to `sink`, and asks `fetch` for the frames that have it, unless `edges` has them.
+    ///
+    /// # Errors
+    ///
+    /// That of `fetch`, or of `sink`. If `sink` refuses data of `edges` as damaged, its error has the kind `Interrupted`, as if other servers
+    /// could be asked: the next call fetches them.
+    pub(crate) fn read(
         &self,
-        range: &Range<u64>,
-        fetch: impl FnOnce(&Range<u64>, &mut dyn FnMut(&[u8]) -> io::Result<()>) -> Result<(), E>,
-        sink: &mut dyn FnMut(&[u8]) -> io::Result<()>,
-    ) -> Result<(), E> {
+        (blob, range): (Sha256, &Range<u64>),
+        edges: &EdgeFrames,
+        fetch: impl Fn(&Range<u64>, &mut Sink<'_>) -> Result<(), Error>,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), Error> {
         let index = |byte: u64| usize::try_from(byte / FRAME_BYTES).unwrap_or(usize::MAX);
         if range.is_empty() || range.end > self.bytes {
             return Ok(());
         }
-        let (first, last) = (index(range.start), index(range.end - 1));
-        let begin = first.checked_sub(1).map_or(0, |before| self.ends[before]);
-        let (packed, piece) = (Vec::new(), Vec::new());
-        let mut unpacker = Unpacker { frames: self, range, at: first, begin, packed, piece, unpack: None };
-        fetch(&(begin..self.ends[last]), &mut |bytes| unpacker.take(bytes, sink))
+        let all = index(range.start)..index(range.end - 1) + 1;
+        let mut unpacker = Unpacker::new(self, range, all.start);
+        let mut left = all.clone();
+        let mut read = || {
+            while !left.is_empty() {
+                if let Some(packed) = edges.get(blob, left.start) {
+                    unpacker.take(&packed, sink).map_err(|error| match error.kind() {
+                        io::ErrorKind::InvalidData => Error::Sink(io::Error::new(io::ErrorKind::Interrupted, error)),
+                        _ => Error::Sink(error),
+                    })?;
+                    left.start += 1;
+                    continue;
+                }
+                let has_last = left.len() > 1 && edges.get(blob, left.end - 1).is_some();
+                let end = left.end - usize::from(has_last);
+                let wanted = self.begin(left.start)..self.ends[end - 1];
+                fetch(&wanted, &mut |bytes| unpacker.take(bytes, sink))?;
+                left.start = end;
+            }
+            Ok(())
+        };
+        let outcome = read();
+        match &outcome {
+            Ok(()) => edges.insert(blob, unpacker.edges),
+            // They may be what is damaged.
+            Err(_) => edges.remove(blob, &all),
+        }
+        outcome
+    }
+}
+
+/// Compressed frames of which requests needed only a part: the next request needs the rest.
+#[derive(Debug, Default)]
+pub(crate) struct EdgeFrames(Mutex<VecDeque<EdgeFrame>>);
+
+/// A compressed frame of a blob, and its number.
+type EdgeFrame = (Sha256, usize, Arc<[u8]>);
+
+impl EdgeFrames {
+    fn all(&self) -> MutexGuard<'_, VecDeque<EdgeFrame>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn get(&self, blob: Sha256, at: usize) -> Option<Arc<[u8]>> {
+        let all = self.all();
+        all.iter().find(|frame| (frame.0, frame.1) == (blob, at)).map(|(.., packed)| Arc::clone(packed))
+    }
+
+    fn insert(&self, blob: Sha256, new: Vec<(usize, Arc<[u8]>)>) {
+        let mut all = self.all();
+        for (at, packed) in new {
+            all.retain(|frame| (frame.0, frame.1) != (blob, at));
+            all.push_back((blob, at, packed));
+        }
+        let surplus = all.len().saturating_sub(EDGES_MAX);
+        all.drain(..surplus);
+    }
+
+    fn remove(&self, blob: Sha256, range: &Range<usize>) {
+        self.all().retain(|frame| frame.0 != blob || !range.contains(&frame.1));
     }
 }
 
@@ -122,10 +197,18 @@ struct Unpacker<'a> {
     piece: Vec<u8>,
     /// One for all frames, from the first on.
     unpack: Option<Decompressor<'static>>,
+    /// The frames of which only a part is wanted.
+    edges: Vec<(usize, Arc<[u8]>)>,
 }
 
-impl Unpacker<'_> {
-    fn take(&mut self, mut bytes: &[u8], sink: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+impl<'a> Unpacker<'a> {
+    /// Begins with a frame.
+    fn new(frames: &'a Frames, range: &'a Range<u64>, at: usize) -> Self {
+        let (packed, piece, edges) = Default::default();
+        Self { frames, range, at, begin: frames.begin(at), packed, piece, unpack: None, edges }
+    }
+
+    fn take(&mut self, mut bytes: &[u8], sink: &mut Sink<'_>) -> io::Result<()> {
         while !bytes.is_empty() {
             let Some(end) = self.frames.ends.get(self.at) else { return Err(io::ErrorKind::InvalidData.into()) };
             let length = usize::try_from(end - self.begin).map_err(|_| io::ErrorKind::OutOfMemory)?;
@@ -143,7 +226,7 @@ impl Unpacker<'_> {
     }
 
     /// Passes on what is wanted of a whole frame.
-    fn pass(&mut self, sink: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+    fn pass(&mut self, sink: &mut Sink<'_>) -> io::Result<()> {
         let from = self.at as u64 * FRAME_BYTES;
         let length = FRAME_BYTES.min(self.frames.bytes - from);
         let wanted = [self.range.start, self.range.end].map(|byte| byte.clamp(from, from + length) - from);
@@ -159,6 +242,9 @@ impl Unpacker<'_> {
             self.piece.clear();
             self.piece.resize(length, 0);
         }
+        if end - begin < length {
+            self.edges.push((self.at, self.packed.as_slice().into()));
+        }
         sink(&self.piece[begin..end])
     }
 }
@@ -166,6 +252,8 @@ impl Unpacker<'_> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 mod tests {
+    use std::cell::Cell;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -188,17 +276,67 @@ mod tests {
     }
 
     fn read(frames: &Frames, blob: &[u8], range: &Range<u64>, piece: usize) -> Vec<u8> {
-        let mut found = Vec::new();
-        let fetch = |wanted: &Range<u64>, sink: &mut dyn FnMut(&[u8]) -> io::Result<()>| {
+        read_with(frames, blob, range, piece, &EdgeFrames::default()).0
+    }
+
+    /// Returns the range, and how many bytes of the blob were fetched for it.
+    fn read_with(frames: &Frames, blob: &[u8], range: &Range<u64>, piece: usize, edges: &EdgeFrames) -> (Vec<u8>, u64) {
+        let (mut found, fetched) = (Vec::new(), Cell::new(0));
+        let fetch = |wanted: &Range<u64>, sink: &mut Sink<'_>| {
+            fetched.set(fetched.get() + wanted.end - wanted.start);
             let [from, to] = [wanted.start, wanted.end].map(|at| usize::try_from(at).unwrap());
-            blob[from..to].chunks(piece).try_for_each(sink)
+            blob[from..to].chunks(piece).try_for_each(sink).map_err(Error::Sink)
         };
         let mut sink = |bytes: &[u8]| {
             found.extend_from_slice(bytes);
             Ok(())
         };
-        frames.read(range, fetch, &mut sink).unwrap();
-        found
+        frames.read((Sha256([7; 32]), range), edges, fetch, &mut sink).unwrap();
+        (found, fetched.get())
+    }
+
+    #[test]
+    fn frames_at_the_edges_of_requests_are_fetched_once() {
+        let part = part(9 * FRAME_BYTES - 5, 1);
+        let (frames, blob) = packed(&part);
+        for step in [100_000, FRAME_BYTES, 700_000] {
+            for is_backwards in [false, true] {
+                let mut starts: Vec<u64> = (0..frames.bytes).step_by(usize::try_from(step).unwrap()).collect();
+                if is_backwards {
+                    starts.reverse();
+                }
+                let (edges, mut sum) = (EdgeFrames::default(), 0);
+                for from in starts {
+                    let range = from..(from + step).min(frames.bytes);
+                    let (found, fetched) = read_with(&frames, &blob, &range, 10_000, &edges);
+                    let [begin, end] = [range.start, range.end].map(|at| usize::try_from(at).unwrap());
+                    assert_eq!(found, part[begin..end], "{range:?}");
+                    sum += fetched;
+                }
+                assert_eq!(sum, blob.len() as u64, "{step} {is_backwards}");
+                assert!(edges.all().len() <= EDGES_MAX);
+            }
+        }
+    }
+
+    #[test]
+    fn refused_frames_are_fetched_again() {
+        let part = part(3 * FRAME_BYTES, 1);
+        let (frames, blob) = packed(&part);
+        let mut wrong = blob.clone();
+        wrong[4] ^= 1;
+        let edges = EdgeFrames::default();
+        // The end of the first frame is not looked at here.
+        read_with(&frames, &wrong, &(0..1000), 10_000, &edges);
+        assert_eq!(read_with(&frames, &blob, &(1000..2000), 10_000, &edges).1, 0);
+        let refuse = |_: &[u8]| Err(io::ErrorKind::InvalidData.into());
+        let none = |_: &Range<u64>, _: &mut Sink<'_>| panic!("it is here");
+        let error = frames.read((Sha256([7; 32]), &(2000..3000)), &edges, none, &mut { refuse }).unwrap_err();
+        assert!(matches!(error, Error::Sink(error) if error.kind() == io::ErrorKind::Interrupted));
+        assert_eq!(
+            read_with(&frames, &blob, &(2000..3000), 10_000, &edges),
+            (part[2000..3000].to_vec(), frames.ends[0])
+        );
     }
 
     proptest! {

@@ -384,6 +384,7 @@ impl Client {
                 reason: "the server sends on without saying where to".into(),
             })?;
             check_redirect(&request.url, &to, self.is_local(&request.origin))?;
+            Response::new(self, request.url.clone(), inner).discard();
             if to.origin() != request.url.origin() {
                 // A redirect back does not restore it.
                 request.authorization = None;

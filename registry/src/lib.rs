@@ -46,7 +46,7 @@ mod resolver;
 mod s3;
 mod traces;
 
-pub use container_image::{ContainerImage, StackedLayer};
+pub use container_image::{ContainerImage, StackedLayer, fetch_layer};
 pub use convert::{ConvertOutcome, convert};
 pub use credentials::parse_credentials;
 pub use error::{Error, Result};

@@ -55,7 +55,8 @@ pub struct Sha256(pub(crate) [u8; 32]);
 
 impl Sha256 {
     /// Reads 64 hexadecimal digits.
-    pub(crate) fn from_hex(text: &str) -> Option<Self> {
+    #[must_use]
+    pub fn from_hex(text: &str) -> Option<Self> {
         bytes_of_hex(text.as_bytes()).map(Self)
     }
 

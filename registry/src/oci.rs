@@ -147,6 +147,7 @@ impl Oci {
                 None => None,
             };
             let Some(value) = value else { return Err(self.explained(response, by.as_ref())) };
+            response.discard();
             let fresh = Authorization { value, by, since: Instant::now() };
             *self.authorization() = Some(fresh.clone());
             rewind(&mut upload)?;
@@ -233,7 +234,10 @@ impl Oci {
         let response = self.send(client, request.with(header::ACCEPT, accepted()), None)?;
         match response.status() {
             200 => response.read_all(MANIFEST_BYTES_MAX).map(Some),
-            404 => Ok(None),
+            404 => {
+                response.discard();
+                Ok(None)
+            }
             _ => Err(response.into_error()),
         }
     }
@@ -255,7 +259,10 @@ impl Oci {
         match response.status() {
             200 => response.read_all(MANIFEST_BYTES_MAX).map(Some),
             // Of registries from before version 1.1 of the specification.
-            400 | 404 | 405 => Ok(None),
+            400 | 404 | 405 => {
+                response.discard();
+                Ok(None)
+            }
             _ => Err(response.into_error()),
         }
     }

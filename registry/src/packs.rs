@@ -11,6 +11,7 @@ use ferry_image::{ByteSink, Digest, Fetch, Store};
 
 use crate::container::Container;
 use crate::error::{Error, Result};
+use crate::frames::EdgeFrames;
 use crate::layers;
 use crate::manifest::{Blob, PackBlobs, Part, Sha256};
 use crate::remote::{Document, Remote};
@@ -46,22 +47,27 @@ pub struct Packs {
     known: Mutex<Option<Known>>,
     /// Prefetched indexes, until they are used.
     indexes: Mutex<HashMap<Digest, Vec<u8>>>,
+    edges: EdgeFrames,
 }
 
 impl Packs {
     /// Creates the packs of a manifest.
     pub(crate) fn new(remote: Arc<Remote>, packs: HashMap<Digest, PackBlobs>) -> Self {
-        Self { remote, known: Mutex::new(Some(Known::Packs(Arc::new(packs)))), indexes: Mutex::default() }
+        Self::of(remote, Some(Known::Packs(Arc::new(packs))))
     }
 
     /// Creates the layers of a container.
     pub(crate) fn of_container(remote: Arc<Remote>, container: Box<Container>) -> Self {
-        Self { remote, known: Mutex::new(Some(Known::Container(container.into()))), indexes: Mutex::default() }
+        Self::of(remote, Some(Known::Container(container.into())))
     }
 
     /// Creates packs whose manifest is fetched on demand.
     pub(crate) fn on_demand(remote: Arc<Remote>) -> Self {
-        Self { remote, known: Mutex::new(None), indexes: Mutex::default() }
+        Self::of(remote, None)
+    }
+
+    fn of(remote: Arc<Remote>, known: Option<Known>) -> Self {
+        Self { remote, known: Mutex::new(known), indexes: Mutex::default(), edges: EdgeFrames::default() }
     }
 
     /// Fetches the manifest now, so that an unreachable server is reported early.
@@ -162,7 +168,10 @@ impl Fetch for Packs {
             for (Part { blob, frames }, range) in blobs.pieces(&range).ok_or_else(short)? {
                 let read = match frames {
                     None => self.remote.read(*blob, &range, sink),
-                    Some(frames) => frames.read(&range, |range, sink| self.remote.read(*blob, range, sink), sink),
+                    Some(frames) => {
+                        let fetch = |range: &Range<u64>, sink: &mut ByteSink<'_>| self.remote.read(*blob, range, sink);
+                        frames.read((blob.sha256, &range), &self.edges, fetch, sink)
+                    }
                 };
                 read.map_err(told)?;
             }

@@ -81,7 +81,10 @@ impl S3 {
         let response = client.send(self.get(&self.manifest_key(version)), None)?;
         match response.status() {
             200 => response.read_all(MANIFEST_BYTES_MAX).map(Some),
-            404 => Ok(None),
+            404 => {
+                response.discard();
+                Ok(None)
+            }
             _ => Err(response.into_error()),
         }
     }
@@ -104,7 +107,8 @@ impl S3 {
                 let length = response.header(header::CONTENT_LENGTH).and_then(|length| length.parse().ok());
                 Ok(length.is_none_or(|length: u64| length == blob.bytes))
             }
-            404 => Ok(false),
+            // S3 refuses requests for missing keys of those who may not list the bucket.
+            403 | 404 => Ok(false),
             _ => Err(response.into_error()),
         }
     }

@@ -275,6 +275,20 @@ fn mistakes_are_named() {
     assert!(refused(1, offer(&image).args(["--format", "qcow2"])).contains("cannot use the image"));
     assert!(refused(2, ferry().arg("disk").arg(&disk)).contains("'--vhost-user <SOCKET>' is missing"));
     assert!(refused(2, &mut offer(&ours)).contains("image:PATH needs --store"));
+    for (flags, words) in [
+        ("--pin-memory --io sync", "--pin-memory is for io_uring, which --io sync does not use"),
+        ("--backing-dir /tmp", "--backing-dir is for qcow2 images"),
+        ("--backing-dir /tmp --format raw", "--backing-dir is for qcow2 images"),
+        ("--resize 1M --read-only", "--resize and --read-only exclude each other"),
+    ] {
+        let text = refused(2, offer(&disk).args(flags.split(' ')));
+        assert!(text.contains(words), "{flags}: {text}");
+    }
+    for flags in [["--metrics", "127.0.0.1:0"], ["--trace", "trace"], ["--limit", "iops=1"]] {
+        let text = refused(2, ferry().arg("disk").arg(&disk).args(["--resize", "1M"]).args(flags));
+        assert!(text.contains(&format!("{} is for disks that are served", flags[0])), "{flags:?}: {text}");
+        assert_eq!(fs::metadata(&disk).expect("a file").len(), 4096, "{flags:?}");
+    }
     let twice = refused(2, offer(&disk).arg(&image).arg("--vhost-user").arg(&socket));
     assert!(twice.contains("is given twice"), "{twice}");
     for wrong in

@@ -471,6 +471,27 @@ fn an_images_bytes_and_a_confined_servers_descriptors_are_in_the_metrics() {
     until("it is closed", || count() <= before);
 }
 
+/// A disk has its own process, so an address for all shares of a file has nothing to show.
+#[test]
+fn metrics_and_a_trace_of_disks_alone_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    fs::write(at("disk"), [0; 4096]).unwrap();
+    let disk = "[[disk]]\nfile = \"disk\"\nvhost-user = \"s\"\n";
+    for (before, flags, words) in [
+        ("metrics = \"127.0.0.1:0\"\n", &[][..], "give each [[disk]] its own metrics"),
+        ("", &["--metrics", "127.0.0.1:0"], "give each [[disk]] its own metrics"),
+        ("", &["--trace", "trace"], "ferry disk --trace"),
+    ] {
+        fs::write(at("config"), format!("{before}{disk}")).unwrap();
+        let mut command = ferry();
+        command.args(["share", "--config", "config"]).args(flags).current_dir(directory.path());
+        let said = refused(2, &mut command);
+        assert!(said.contains(words), "{said}");
+        assert!(!at("s").exists() && !at("trace").exists());
+    }
+}
+
 /// Each has samples of its own, and neither takes anything from the other.
 #[test]
 fn a_second_top_sees_the_same() {

@@ -30,6 +30,36 @@ fn returns_when_the_mount_exists_and_serves_on() {
     place.unmount(pid);
 }
 
+/// A lock or a pipe of the caller must not be held until the end of the mount.
+#[test]
+fn a_mount_holds_nothing_that_its_command_inherited() {
+    needs_fuse!();
+    let place = Place::new();
+    let inherited = place.at("inherited");
+    fs::write(&inherited, "").unwrap();
+    let mut command = Command::new("sh");
+    // The source is passed on purpose.
+    command.args(["-c", "exec \"$@\" 8<source 9<inherited", "sh"]).arg(env!("CARGO_BIN_EXE_ferry"));
+    command.args(["mount", "/dev/fd/8"]).arg(&place.mnt).current_dir(place.directory.path()).env_remove("FERRY_LOG");
+    let pid = place.mounted_by(&mut command);
+    assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
+    let mnt = place.mnt.to_str().unwrap();
+    let is_ours = |process: &PathBuf| {
+        let line = fs::read_to_string(process.join("cmdline")).unwrap_or_default();
+        line.starts_with("ferry") && line.split('\0').any(|word| word == mnt)
+    };
+    let processes = fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path()).filter(is_ours);
+    let processes: Vec<_> = processes.collect();
+    // The server and its guardian.
+    assert_eq!(processes.len(), 2, "{processes:?}");
+    for process in processes {
+        let fds: Vec<_> = fs::read_dir(process.join("fd")).unwrap().flatten().map(|fd| fd.path()).collect();
+        let is_held = |fd: &&PathBuf| fs::read_link(fd).is_ok_and(|file| file == inherited);
+        assert_eq!(fds.iter().find(is_held), None);
+    }
+    place.unmount(pid);
+}
+
 #[test]
 fn a_signal_unmounts() {
     needs_fuse!();

@@ -329,10 +329,10 @@ fn mounts_before_it_is_here(kind: Kind, layout: &'static str) {
     // Without the server: what is here is read, what is not is EIO, and nobody waits for ever.
     target.proxy.cut();
     assert_eq!(fs::read(mounted.mnt.join("sub/07")).unwrap(), content(7, 10_000));
-    let error = fs::read(mounted.mnt.join("sub/08")).unwrap_err();
+    let error = fs::read(mounted.mnt.join("sub/30")).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(rustix::io::Errno::IO.raw_os_error()));
     target.proxy.revive(target.server.lock().unwrap().address);
-    assert_eq!(fs::read(mounted.mnt.join("sub/08")).unwrap(), content(8, 11_000));
+    assert_eq!(fs::read(mounted.mnt.join("sub/30")).unwrap(), content(30, 33_000));
     mounted.unmount(pid);
 
     // Who could not be given all of it is told so at once.
@@ -534,15 +534,15 @@ fn the_kernel_mounts_an_image_before_it_is_here() {
     // Without the registry: what is here is read, what is not is EIO, and nobody waits for ever.
     target.proxy.cut();
     assert_eq!(one.read("sub/07").unwrap(), content(7, 10_000));
-    one.is_denied("sub/08");
+    one.is_denied("sub/40");
     target.proxy.revive(target.server.lock().unwrap().address);
-    until("the registry to be asked again", || one.read("sub/08").is_ok());
-    assert_eq!(one.read("sub/08").unwrap(), content(8, 11_000));
+    until("the registry to be asked again", || one.read("sub/40").is_ok());
+    assert_eq!(one.read("sub/40").unwrap(), content(40, 43_000));
 
     // Without the server: the same, and never zeros.
     server.kill().unwrap();
     server.wait().unwrap();
-    assert_eq!(one.read("sub/08").unwrap(), content(8, 11_000));
+    assert_eq!(one.read("sub/40").unwrap(), content(40, 43_000));
     one.is_denied("sub/09");
     one.is_denied("large");
     // One that comes to nothing, after it has taken over, leaves it at that.

@@ -102,6 +102,14 @@ fn units_allow_what_their_servers_need() {
     }
 }
 
+/// The memory of guests is not dumped with their server.
+#[test]
+fn servers_of_guests_dump_no_core() {
+    for name in ["ferry-share@.service", "ferry-disk@.service"] {
+        assert_eq!(values(&unit(name), "LimitCORE"), ["0"], "{name}");
+    }
+}
+
 /// What a server has of capabilities and system calls, as /proc shows it.
 fn confinement(pid: u32) -> Vec<String> {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();

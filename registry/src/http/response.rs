@@ -14,7 +14,7 @@ use super::{Client, shown};
 use crate::error::{Error, Result};
 use crate::manifest::excerpt;
 
-/// The maximum length of an error text, in bytes.
+/// The maximum length of an error text, and of a body that is not needed, in bytes.
 const TEXT_BYTES_MAX: u64 = 4096;
 
 /// The response to a request.
@@ -62,6 +62,11 @@ impl<'a> Response<'a> {
         // An incomplete text is better than none.
         let _ = self.inner.into_body().into_reader().take(TEXT_BYTES_MAX).read_to_end(&mut text);
         Error::Status { url, status, text: excerpt(String::from_utf8_lossy(&text).trim()), retry_after }
+    }
+
+    /// Reads a short body that is not needed, because the connection can be reused only after that.
+    pub(crate) fn discard(self) {
+        let _ = io::copy(&mut self.inner.into_body().into_reader().take(TEXT_BYTES_MAX), &mut io::sink());
     }
 
     pub(crate) fn invalid(&self, reason: impl Into<String>) -> Error {

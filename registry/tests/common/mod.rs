@@ -95,6 +95,8 @@ struct Shared {
     fault: Mutex<Option<Arc<Fault>>>,
     /// Whether it lists referrers itself.
     lists_referrers: AtomicBool,
+    /// The number of accepted connections.
+    connections: AtomicUsize,
     /// The number of current requests, and its maximum.
     now: AtomicUsize,
     most: AtomicUsize,
@@ -113,6 +115,7 @@ impl Fake {
         let server = Arc::clone(&shared);
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
+                server.connections.fetch_add(1, Ordering::SeqCst);
                 let (server, tls) = (Arc::clone(&server), tls.clone());
                 // A client may disconnect at any time.
                 thread::spawn(move || match tls {
@@ -195,6 +198,11 @@ impl Fake {
     pub fn remote_of(&self, requests_max: usize) -> Arc<Remote> {
         let reference = format!("oci:{}/a/b:1", self.address).parse().unwrap();
         Arc::new(Remote::open(&reference, Client::new(Options { requests_max, ..Options::default() })).unwrap())
+    }
+
+    /// Returns the number of connections since the last call.
+    pub fn connections(&self) -> usize {
+        self.shared.connections.swap(0, Ordering::SeqCst)
     }
 
     /// Returns the maximum number of concurrent requests since the last call.

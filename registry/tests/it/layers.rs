@@ -172,6 +172,27 @@ fn an_open_image_works_without_its_manifest() {
     is_right(&place.open(&place.fake.remote(), "lazy", None).unwrap());
 }
 
+/// In the index of a layer's pack an object takes more than its blocks suggest.
+#[test]
+fn a_pushed_layer_of_one_small_file_is_pulled() {
+    for format in FORMATS {
+        let mut writer = Writer::new(format, &[4 << 20]);
+        writer.file("small", b"small");
+        let place = Place::new(vec![writer.finish()]);
+        let source = place.open(&place.fake.remote(), "lazy", None).unwrap();
+        source.shared_objects().fetch_all(1, &AtomicBool::new(false), &|_, _| {}).unwrap();
+        source.shared_objects().complete().unwrap();
+        drop(source);
+        let (image, store) = (place.at("lazy.img"), place.at("lazy"));
+        let pushed = place.fake.remote_as("2", Duration::from_secs(60));
+        ferry_registry::push(&pushed, &image, None, &Store::open(&store).unwrap(), &store, 1, &|_, _| {}).unwrap();
+        let (copy, store) = (place.at("copy.img"), place.at("copy"));
+        let _held = Store::create(&store).unwrap();
+        pull(&pushed, &copy, &store, &PullOptions::default(), &|_, _| {}).unwrap();
+        assert_eq!(read(&Source::open(&copy, &store, None).unwrap(), "small").unwrap(), b"small");
+    }
+}
+
 /// The digest of the image follows from the manifest.
 #[test]
 fn digests_are_those_of_the_manifest() {

@@ -81,6 +81,28 @@ fn concurrent_readers_fetch_an_object_once() {
     assert_eq!(asked(&place), []);
 }
 
+/// Each handshake costs round trips.
+#[test]
+fn redirects_and_missing_manifests_do_not_cost_connections() {
+    let place = Place::new();
+    place.fake.fault(|request, reply| match request.query.as_str() {
+        "" if request.is_blob() => Reply::of(307, "moved").with("location", format!("{}?sig=1", request.path)),
+        _ => reply,
+    });
+    let source = open(&place, "lazy", 0, None).unwrap();
+    let before = place.fake.connections();
+    for number in 0..10 {
+        assert_eq!(read(&source, &file(number)).unwrap(), content(number));
+    }
+    assert_eq!(asked(&place).len(), 20, "with the redirects");
+    let while_read = place.fake.connections();
+    let missing = place.fake.remote_as("none", Duration::from_secs(60));
+    for _ in 0..5 {
+        pull_metadata(&missing, &place.at("none.img"), &place.at("none"), None).unwrap_err();
+    }
+    assert_eq!((while_read, place.fake.connections()), (0, 1), "{before} before");
+}
+
 #[test]
 fn adjacent_objects_are_read_ahead() {
     let place = Place::new();

@@ -246,7 +246,7 @@ impl Lazy {
         let new =
             tempfile::Builder::new().prefix(NEW_PREFIX).tempdir_in(&lazy).doing("create a directory in", &lazy)?;
         fs::create_dir(new.path().join("layer")).doing("create a directory in", new.path())?;
-        if let Some(credentials) = self.credentials.get(repository) {
+        if let Some(credentials) = self.credentials.get(repository).or_else(|| self.credentials_beside(repository)) {
             credentials.write(new.path())?;
         }
         let mut puller = Puller::start(&self.config, new.path(), &self.directories.store(), reference, options)?;
@@ -350,6 +350,14 @@ impl Lazy {
         }
     }
 
+    /// Returns the credentials that images of a repository use, from a pull that this process may no longer know.
+    fn credentials_beside(&self, repository: &str) -> Option<Credentials> {
+        let keys = self.keys().unwrap_or_default();
+        // Those of a pull that has not ended may be wrong.
+        let mut ended = keys.iter().filter(|key| !key.starts_with(NEW_PREFIX));
+        ended.find_map(|key| Credentials::read(&self.directory(key), repository))
+    }
+
     /// Mounts an image, unless it is mounted and served; returns the mount point. `puller` is the process that pulled it.
     fn mount(self: &Arc<Self>, key: &str, puller: Option<Puller>) -> Result<PathBuf> {
         let _held = self.held.hold(key);
@@ -397,7 +405,11 @@ impl Lazy {
             match self.lacks_process(key).map(|lacks| lacks && self.may_restart(key)) {
                 Ok(true) => {}
                 Ok(false) => return,
-                Err(error) => return tracing::warn!("{}", told(&error)),
+                // It may pass, as too many open files do.
+                Err(error) => {
+                    tracing::warn!("{}", told(&error));
+                    continue;
+                }
             }
             match self.mount(key, None) {
                 Ok(_) => return,
@@ -472,10 +484,12 @@ impl Lazy {
             for key in lazy.keys().unwrap_or_default() {
                 process::watch(&lazy.directory(&key).join("process"), lazy.on_end(&key));
                 let directory = lazy.directory(&key);
-                let is_mounted = process::mounted(&directory.join("layer"), &directory.join("process"));
-                if is_mounted.is_ok_and(|mounted| mounted != MountState::Nothing)
-                    && let Err(error) = lazy.mount(&key, None)
-                {
+                let revived = match process::mounted(&directory.join("layer"), &directory.join("process")) {
+                    Ok(MountState::Nothing) => Ok(()),
+                    Ok(_) => lazy.mount(&key, None).map(drop),
+                    Err(error) => Err(error),
+                };
+                if let Err(error) = revived {
                     tracing::warn!("{}", told(&error));
                     process::on_thread(lazy.on_end(&key));
                 }
@@ -563,6 +577,24 @@ impl Lazy {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As EMFILE or EIO: readers of missing data would wait for a process that never comes.
+    #[test]
+    fn a_restart_is_not_given_up_after_an_error() {
+        let root = tempfile::tempdir().unwrap();
+        let lazy = Arc::new(Lazy::new(Directories::create(root.path()).unwrap(), LazyConfig::default()));
+        let about = lazy.directory("a").join("about.toml");
+        fs::create_dir_all(&about).unwrap();
+        lazy.about("a").unwrap_err();
+        thread::scope(|scope| {
+            let restart = scope.spawn(|| lazy.restart("a"));
+            thread::sleep(4 * RESTART_PAUSE);
+            let is_over = restart.is_finished();
+            fs::remove_dir(about).unwrap();
+            restart.join().unwrap();
+            assert!(!is_over);
+        });
+    }
 
     #[test]
     fn restarts_are_counted_per_image_until_a_stable_run() {

@@ -4,7 +4,7 @@
 //! registry asks. It must outlive restarts: containers that run fetch data at any time. Only root can read it.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions, rename};
+use std::fs::{self, File, OpenOptions, rename};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -51,6 +51,13 @@ impl Credentials {
             basic => basic.to_owned(),
         };
         STANDARD.decode(&basic).is_ok_and(|plain| plain.contains(&b':')).then_some(Self { repository, basic })
+    }
+
+    /// Reads the file beside an image, if there is one with credentials of this repository.
+    pub fn read(directory: &Path, repository: &str) -> Option<Self> {
+        let json: serde_json::Value = serde_json::from_slice(&fs::read(directory.join(FILE)).ok()?).ok()?;
+        let basic = json.get("auths")?.get(repository)?.get("auth")?.as_str()?.to_owned();
+        Some(Self { repository: repository.into(), basic })
     }
 
     /// Writes the file beside an image.
@@ -110,7 +117,6 @@ impl PullCredentials {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
     use proptest::prelude::*;
@@ -156,9 +162,13 @@ mod tests {
             credentials.write(directory.path()).unwrap();
             let file = directory.path().join(FILE);
             assert_eq!(fs::read_to_string(&file).unwrap(), r#"{"auths":{"h.io/a":{"auth":"bWU6eA=="}}}"#);
-            assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600);
+            assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+            assert_eq!(Credentials::read(directory.path(), "h.io/a"), Some(credentials.clone()));
+            assert_eq!(Credentials::read(directory.path(), "h.io/b"), None);
         }
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+        fs::write(directory.path().join(FILE), "[1").unwrap();
+        assert_eq!(Credentials::read(directory.path(), "h.io/a"), None);
     }
 
     proptest! {

@@ -153,5 +153,8 @@ fn images_use_the_credentials_of_the_last_pull_that_succeeded() {
         let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
         assert!(std::fs::read(mounted.path().join("large")).unwrap() == noise(4, LARGE), "{way:?}");
         is_right(mounted.path());
+        // An image of its lower layer, which other images share, is pulled by a program that knows of no pull.
+        let below = Mounted::of(&client.prepare("below", "sha256:chain-0").unwrap());
+        assert!(std::fs::read(below.path().join("hidden")).unwrap() == noise(3, 20_000), "{way:?}");
     }
 }

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferry_image::{FetchOptions, Image, Source, told};
-use ferry_registry::{ContainerImage, StackedLayer, pull_metadata};
+use ferry_registry::{ContainerImage, Sha256, StackedLayer, fetch_layer, pull_metadata};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, RatelimitedLog};
 
@@ -169,18 +169,17 @@ impl Finder {
 
     /// Fetches the whole blob of a layer, verified, to a file without a name.
     pub(crate) fn fetch_blob(&self, entry: &Entry) -> Result<File> {
-        let place = |image: &ContainerImage| {
-            image.layers().iter().position(|layer| format!("sha256:{}", layer.blob) == entry.blob)
-        };
-        let image = self.images.find(&entry.reference, |image| place(image).is_some())?;
         let none = || Error::NoLayer { reference: entry.reference.clone(), name: entry.blob.clone() };
+        let blob = entry.blob.strip_prefix("sha256:").and_then(Sha256::from_hex).ok_or_else(none)?;
+        // Not by the manifest: the tag may name another image by now.
+        let remote = self.images.remote(&entry.reference)?;
         let directory = self.entries.image(entry).with_extension("blob");
         let directory = tempfile::Builder::new()
             .prefix(".new-")
             .tempdir_in(directory.parent().unwrap_or(&directory))
             .doing("create a directory for", &directory)?;
         let path = directory.path().join("blob");
-        image.fetch_layer(place(&image).ok_or_else(none)?, &path)?;
+        fetch_layer(&remote, blob, entry.bytes, &path)?;
         File::open(&path).doing("open", path)
     }
 

@@ -15,6 +15,8 @@ pub struct Options {
     pub layers_max: usize,
     /// The maximum memory of open layers in bytes: their images, and the indexes of their packs, which are about as long.
     pub memory_bytes_max: u64,
+    /// How long the blob of a layer is kept after the last read. Engines read it once, when they push or save an image.
+    pub blob_lifetime: Duration,
 }
 
 impl Default for Options {
@@ -25,6 +27,7 @@ impl Default for Options {
             lookup_timeout: Duration::from_secs(20),
             layers_max: 256,
             memory_bytes_max: 1 << 30,
+            blob_lifetime: Duration::from_secs(600),
         }
     }
 }

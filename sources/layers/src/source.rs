@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::time::Instant;
 
 use ferry_vfs::sync::lock;
 use ferry_vfs::{
@@ -90,6 +91,7 @@ impl LayerStore {
                 self.changes.publish(SessionId::default(), || Change::Entry { dir: Ino::ROOT, name: name.to_buf() });
             }
         }
+        self.finder.tree.drop_blobs(self.finder.options.blob_lifetime);
         let layer = self.finder.layer(reference, name)?;
         Ok(Entry::new(layer.ino(), fixed(layer.ino(), None)))
     }
@@ -102,14 +104,15 @@ impl LayerStore {
         Errno::NOENT
     }
 
-    /// Returns the blob of a layer, which is fetched at the first read.
+    /// Returns the blob of a layer for a read; fetches it if it is not here.
     fn blob(&self, layer: &MountedLayer) -> Result<Arc<File>> {
         let mut blob = lock(&layer.blob);
-        if let Some(file) = &*blob {
+        if let Some((file, read)) = &mut *blob {
+            *read = Instant::now();
             return Ok(Arc::clone(file));
         }
         let fetched = self.finder.fetch_blob(&layer.entry).map_err(|error| Finder::refuse_blob(&layer.log, &error))?;
-        Ok(Arc::clone(blob.insert(Arc::new(fetched))))
+        Ok(Arc::clone(&blob.insert((Arc::new(fetched), Instant::now())).0))
     }
 
     fn attr(&self, node: &Node, ino: Ino) -> Result<Attr> {

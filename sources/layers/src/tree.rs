@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ferry_image::Source;
 use ferry_vfs::sync::lock;
@@ -51,8 +51,8 @@ pub(crate) struct MountedLayer {
     pub info: Vec<u8>,
     pub source: Source,
     memory_bytes: u64,
-    /// Its blob, once it was read.
-    pub blob: Mutex<Option<Arc<File>>>,
+    /// Its blob, and when it was last read.
+    pub blob: Mutex<Option<(Arc<File>, Instant)>>,
     pub log: RatelimitedLog,
     /// The references of clients to all of its inodes.
     references: AtomicU64,
@@ -207,6 +207,16 @@ impl Tree {
             || state.memory_bytes >= self.memory_bytes_max / 4 * 3
             || state.images.len() * 4 >= IMAGES_MAX * 3;
         if is_crowded { state.image_numbers.keys().cloned().collect() } else { Vec::new() }
+    }
+
+    /// Drops blobs that were not read for this time: they take disk space.
+    pub(crate) fn drop_blobs(&self, lifetime: Duration) {
+        for (layer, _) in lock(&self.state).layers.values() {
+            // A blob that is being fetched is locked.
+            if let Ok(mut blob) = layer.blob.try_lock() {
+                blob.take_if(|(_, read)| read.elapsed() >= lifetime);
+            }
+        }
     }
 
     pub(crate) fn node(&self, ino: Ino) -> Option<Node> {

@@ -87,7 +87,7 @@ impl PackHold {
     /// Whether it is complete: then its name has no suffix.
     pub(super) fn is_whole(&self) -> bool {
         let name = fs::read_link(descriptor_path(&self.file)).unwrap_or_default();
-        name.is_absolute() && !name.to_string_lossy().contains(".part")
+        name.is_absolute() && !name.file_name().is_some_and(|name| name.to_string_lossy().contains(".part"))
     }
 
     /// Whether a range has no missing data, as far as that is known: it has no holes, and blocks do not have bytes of two objects, of

@@ -19,8 +19,8 @@ use crate::build::options::INLINE_BYTES_MAX;
 use crate::format::composefs::fits;
 use crate::format::erofs::{self, XATTR_PREFIXES};
 use crate::format::error::{Error, IoContext, Result};
+use crate::format::plain_file::UNTRUSTED_OPEN_FLAGS;
 use crate::format::tree::{Content, Node, NodeId, Tree};
-use crate::store::new_file::UNTRUSTED_OPEN_FLAGS;
 
 /// The maximum length of a list of attribute names, and of a value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
 const XATTR_BYTES_MAX: usize = 65536;

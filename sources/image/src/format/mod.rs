@@ -14,6 +14,7 @@ pub(crate) mod index;
 pub(crate) mod layer_index;
 pub(crate) mod object;
 pub mod pack_table;
+pub(crate) mod plain_file;
 pub(crate) mod tree;
 pub(crate) mod tree_digest;
 pub(crate) mod verity;

@@ -19,6 +19,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest};
+use crate::format::plain_file;
 
 /// The file name beside the packs.
 pub(crate) const FILE: &str = "table";
@@ -209,7 +210,7 @@ pub fn read(bytes: &[u8]) -> Result<(Vec<TablePack>, Vec<TableEntry>), TableDama
 impl Table {
     /// Opens the table in a directory of packs; `None` if it is missing or its head is damaged.
     pub(crate) fn open(packs: &Path) -> io::Result<Option<Self>> {
-        let file = match File::open(packs.join(FILE)) {
+        let file = match plain_file::open_to_read(&packs.join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened?,
         };

@@ -203,33 +203,33 @@ impl Pack {
         let object = &self.index.objects[at];
         let (pack, digest) = (self.index.pack, object.digest);
         let unreadable = |reason| ObjectError::Unreadable { pack, digest, reason };
-        if object.is_zeros() && !self.is_sound(object).map_err(unreadable)? {
-            let zeros = vec![0; usize::try_from(object.padded()).unwrap_or_default()];
-            self.put(at, &zeros).map_err(|reason| ObjectError::Keep { pack, reason })?;
-        }
-        if object.bytes == 0 {
+        let is_here = if object.bytes == 0 {
             if digest != chunk::digest(&[]) {
                 return Err(ObjectError::Damaged { pack, digest });
             }
+            true
+        } else if self.is_in_file(object).map_err(unreadable)? {
+            true
+        } else if object.is_zeros() {
+            let zeros = vec![0; usize::try_from(object.padded()).unwrap_or_default()];
+            self.put(at, &zeros).map_err(|reason| ObjectError::Keep { pack, reason })?;
+            true
+        } else {
+            self.copy(absent, at)?
+        };
+        if is_here {
             self.keep(absent, at);
-            return Ok(true);
         }
-        if self.is_in_file(object).map_err(unreadable)? || self.copy(absent, at)? {
-            self.keep(absent, at);
-            return Ok(true);
-        }
-        Ok(false)
+        Ok(is_here)
     }
 
     /// Returns whether an object was fetched before.
     fn is_in_file(&self, object: &Object) -> io::Result<bool> {
-        let from = object.begin();
-        if object.is_zeros() {
-            return self.is_sound(object);
-        }
+        let (from, bytes) = (object.begin(), object.padded());
         match rustix::fs::seek(&self.file, SeekFrom::Data(from)) {
-            Ok(data) if data >= from + object.bytes => Ok(false),
-            Err(Errno::NXIO) => Ok(false),
+            // A hole has zeros.
+            Ok(data) if data >= from + bytes => Ok(object.is_zeros()),
+            Err(Errno::NXIO) => Ok(object.is_zeros()),
             // Or the file system does not report holes.
             Ok(_) | Err(_) => self.is_sound(object),
         }

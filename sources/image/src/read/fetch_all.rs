@@ -13,7 +13,7 @@ use crate::read::objects::Objects;
 use crate::read::pack::{Pack, UNKNOWN};
 use crate::read::part_file;
 use crate::read::partial::PartialPack;
-use crate::read::singleflight::{FetchableSet, ObjectSet};
+use crate::read::singleflight::{DAMAGED_MAX, FetchableSet, ObjectSet};
 use crate::store::fetch::FAR_RUN_BYTES_MAX;
 use crate::store::object_error::ObjectError;
 
@@ -45,13 +45,7 @@ impl FetchableSet for (&Pack, &PartialPack) {
         if absent.common.limit.as_ref().is_some_and(|limit| !limit.has_room(room.sum())) {
             return Ok(false);
         }
-        let mut at = range.start;
-        while at < range.end {
-            let claim = absent.flights.claim(pack, at..range.end, FAR_RUN_BYTES_MAX);
-            pack.get(absent, &claim)?;
-            at += claim.objects.len().max(1);
-        }
-        Ok(true)
+        absent.flights.claim_all(pack, range, FAR_RUN_BYTES_MAX, |claim| pack.get(absent, claim)).map(|()| true)
     }
 }
 
@@ -97,7 +91,7 @@ impl Objects {
     ///
     /// # Errors
     ///
-    /// The first object that could not be fetched; fetched ones stay.
+    /// The first object that could not be fetched. Fetched ones stay, and a damaged one does not stop the others.
     pub fn fetch_first(&self, jobs: usize, stop: &AtomicBool) -> Result<(), ObjectError> {
         let first = self.first_parts();
         let parts: Vec<&dyn FetchableSet> = first.iter().map(|part| part as &dyn FetchableSet).collect();
@@ -109,7 +103,7 @@ impl Objects {
     ///
     /// # Errors
     ///
-    /// The first object that could not be fetched; fetched ones stay.
+    /// The first object that could not be fetched. Fetched ones stay, and a damaged one does not stop the others.
     pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &FetchProgress<'_>) -> Result<(), ObjectError> {
         let is_over = || stop.load(Ordering::Relaxed);
         if let Some((files, absent)) = self.absent_files() {
@@ -118,7 +112,10 @@ impl Objects {
             return if is_over() { Ok(()) } else { files.verify_absent(absent) };
         }
         let absent = self.incomplete_packs();
-        self.fetch_first(jobs, stop)?;
+        let first = self.fetch_first(jobs, stop);
+        if first.as_ref().is_err_and(|bad| !bad.is_of_object()) {
+            return first;
+        }
         let parts: Vec<&dyn FetchableSet> = absent.iter().map(|part| part as &dyn FetchableSet).collect();
         fetch_each(&parts, jobs, &is_over, progress)?;
         self.shrink();
@@ -158,7 +155,8 @@ impl Objects {
     }
 }
 
-/// Fetches objects of all parts, in order, with this many concurrent requests, until one fails or does not fit, or it is over.
+/// Fetches objects of all parts, in order, with this many concurrent requests, until one fails or does not fit, or it is over. Damaged
+/// objects are left out, within a limit.
 fn fetch_each(
     parts: &[&dyn FetchableSet],
     jobs: usize,
@@ -168,16 +166,21 @@ fn fetch_each(
     let bytes_of = |number: usize, range: Range<usize>| range.map(|at| parts[number].objects().bytes(at)).sum::<u64>();
     let all = parts.iter().enumerate().map(|(number, part)| bytes_of(number, 0..part.count())).sum();
     let cursor = Mutex::new((0, 0));
-    let (done, failed) = (AtomicU64::new(0), Mutex::new(None));
+    let missing =
+        |part: &dyn FetchableSet, range: Range<usize>| range.filter(|at| !part.objects().is_here(*at)).count();
+    // The first error, and how many more objects may be damaged.
+    let (done, failed) = (AtomicU64::new(0), Mutex::new((None, DAMAGED_MAX)));
     let work = || {
-        while !is_over() && lock(&failed).is_none() {
+        while !is_over() && lock(&failed).1 > 0 {
             let Some((number, range)) = next(parts, &mut lock(&cursor)) else { return };
             match parts[number].fetch(range.clone()) {
                 Ok(true) => {}
                 Ok(false) => return,
                 Err(bad) => {
-                    lock(&failed).get_or_insert(bad);
-                    return;
+                    let (first, left) = &mut *lock(&failed);
+                    *left = if bad.is_of_object() { left.saturating_sub(missing(parts[number], range)) } else { 0 };
+                    first.get_or_insert(bad);
+                    continue;
                 }
             }
             let bytes = bytes_of(number, range);
@@ -185,7 +188,7 @@ fn fetch_each(
         }
     };
     thread::scope(|scope| (0..jobs.max(1)).for_each(|_| _ = scope.spawn(work)));
-    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).0.map_or(Ok(()), Err)
 }
 
 /// Returns the next objects for a request, from a position on.

@@ -40,13 +40,7 @@ impl FetchableSet for PartialStore<'_> {
 
     fn fetch(&self, range: Range<usize>) -> Result<bool, ObjectError> {
         let (files, absent) = *self;
-        let mut at = range.start;
-        while at < range.end {
-            let claim = absent.flights.claim(absent, at..range.end, RUN_BYTES_MAX);
-            files.get(absent, &claim)?;
-            at += claim.objects.len().max(1);
-        }
-        Ok(true)
+        absent.flights.claim_all(absent, range, RUN_BYTES_MAX, |claim| files.get(absent, claim)).map(|()| true)
     }
 }
 

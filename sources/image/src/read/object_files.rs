@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 
 use ferry_vfs::Backing;
 use ferry_vfs::sync::lock;
-use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::fs::{Mode, OFlags, ResolveFlags, fcntl_setfl};
 
 use super::missing_objects::MissingObjects;
 use crate::format::digest::Digest;
@@ -48,7 +48,8 @@ pub(crate) struct Files {
 
 #[derive(Debug, Default)]
 struct State {
-    open: HashMap<(Vec<u8>, Digest), Arc<Backing>>,
+    /// By path, digest and length: images may have several lengths for one object.
+    open: HashMap<(Vec<u8>, Digest, u64), Arc<Backing>>,
     proved: HashMap<Digest, Identity>,
 }
 
@@ -122,7 +123,7 @@ impl Files {
 
     /// As [`Self::find`], if it is in the store.
     pub(super) fn here(&self, path: &[u8], digest: Digest, bytes: u64) -> Result<Arc<Backing>, ObjectError> {
-        if let Some(known) = self.known(path, digest) {
+        if let Some(known) = self.known(path, digest, bytes) {
             return Ok(known);
         }
         let (file, found) = self.open_object(path, bytes)?;
@@ -143,7 +144,7 @@ impl Files {
         if bytes <= SMALL_BYTES {
             return self.here(path, digest, bytes).ok();
         }
-        if let Some(known) = self.known(path, digest) {
+        if let Some(known) = self.known(path, digest, bytes) {
             return Some(known);
         }
         let (file, found) = self.open_object(path, bytes).ok()?;
@@ -151,8 +152,8 @@ impl Files {
         proved.then(|| self.keep(path, digest, file, &found))
     }
 
-    fn known(&self, path: &[u8], digest: Digest) -> Option<Arc<Backing>> {
-        lock(&self.state).open.get(&(path.to_vec(), digest)).cloned()
+    fn known(&self, path: &[u8], digest: Digest, bytes: u64) -> Option<Arc<Backing>> {
+        lock(&self.state).open.get(&(path.to_vec(), digest, bytes)).cloned()
     }
 
     /// Opens an object of this length, and returns its identity.
@@ -166,6 +167,8 @@ impl Files {
         if !found.is_file() || found.len() != bytes {
             return Err(ObjectError::Length { path: self.name(path), found: found.len(), bytes });
         }
+        // io_uring of older kernels does not wait for a file with it.
+        fcntl_setfl(&file, flags - OFlags::NONBLOCK).map_err(|error| unreadable(error.into()))?;
         Ok((file, found))
     }
 
@@ -182,7 +185,7 @@ impl Files {
         if state.open.len() >= OPEN_MAX {
             state.open.clear();
         }
-        state.open.insert((path.to_vec(), digest), Arc::clone(&backing));
+        state.open.insert((path.to_vec(), digest, found.len()), Arc::clone(&backing));
         backing
     }
 }

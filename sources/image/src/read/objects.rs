@@ -21,6 +21,7 @@ use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, IoContext, Result, told};
 use crate::format::image::Image;
 use crate::format::index::Object;
+use crate::format::plain_file;
 use crate::read::missing_objects::MissingObjects;
 use crate::read::object_files::Files;
 use crate::read::pack::{Pack, Proof};
@@ -96,7 +97,7 @@ impl Objects {
                 None => store.index(pack.name)?,
             };
             let path = store.pack_path(pack.name);
-            let file = File::open(&path).doing("open", &path)?;
+            let file = plain_file::open_to_read(&path).doing("open", &path)?;
             let length = file.metadata().doing("look at", &path)?.len();
             // An index may claim more blocks than can be counted in bytes.
             let claimed = index.blocks.saturating_mul(BLOCK_BYTES as u64);

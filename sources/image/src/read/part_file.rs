@@ -14,7 +14,7 @@ use crate::format::data::PackRef;
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, IoContext, Result};
 use crate::format::index::Index;
-use crate::format::object::RECORD_BYTES;
+use crate::format::plain_file;
 use crate::read::cache_limit::CacheLimit;
 use crate::read::fetch_locks::Progress;
 use crate::read::pack::Pack;
@@ -79,15 +79,13 @@ fn adopt(file: &File, index: &Index, number: usize, limit: &CacheLimit) -> io::R
 fn index(common: &PartialPacks, wanted: &PackRef) -> Result<Index> {
     let pack = wanted.name;
     let path = layout::packs_directory(&common.store).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
-    if let Ok(bytes) = fs::read(&path)
+    if let Ok(bytes) = plain_file::read(&path, INDEX_BYTES_MAX)
         && let Ok(index) = Index::of(&common.store, pack, &bytes)
     {
         return Ok(index);
     }
-    // Each object has at least one block, and the whole pack has an entry.
-    let entries_max = wanted.blocks.saturating_add(1);
-    let bytes_max = entries_max.saturating_mul(RECORD_BYTES as u64).min(INDEX_BYTES_MAX);
-    let fetched = common.missing.from.index(pack, bytes_max);
+    // The number of blocks says nothing about the index of a layer's pack, in which objects share blocks.
+    let fetched = common.missing.from.index(pack, INDEX_BYTES_MAX);
     let bytes = fetched.map_err(|source| Error::Fetch { what: format!("the index of the pack {pack}"), source })?;
     let index = Index::of(&common.store, pack, &bytes)?;
     let mut new = NewFile::begin(new_file::directory_of(&path))?;
@@ -109,7 +107,7 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
         // It may have been completed or removed meanwhile.
         let same = |found: fs::Metadata, ours: fs::Metadata| (found.dev(), found.ino()) == (ours.dev(), ours.ino());
         let ours = file.metadata().doing("look at", path)?;
-        if let Ok(reader) = layout::open_plain(File::options().read(true), path)
+        if let Ok(reader) = plain_file::open_to_read(path)
             && reader.metadata().is_ok_and(|found| same(found, ours))
         {
             return Ok(Some((file, reader)));

@@ -30,12 +30,15 @@ pub(crate) struct PartialPacks {
     pub requests: RequestTimes,
 }
 
+/// Shorter requests say nothing about the rate: all of one may come with its first byte.
+const RATE_BYTES_MIN: u64 = 1 << 20;
+
 /// What requests for missing objects take: means, in which later ones count more. What is lost between two threads does not matter.
 #[derive(Debug, Default)]
 pub(crate) struct RequestTimes {
     /// From the request to its first byte, in microseconds.
     latency_us: AtomicU64,
-    /// After that, in bytes of objects per millisecond.
+    /// After that, in bytes of objects per millisecond, of requests of some length.
     rate: AtomicU64,
 }
 
@@ -48,7 +51,9 @@ impl RequestTimes {
         };
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         mean(&self.latency_us, micros(latency));
-        mean(&self.rate, bytes.saturating_mul(1000) / micros(rest).max(1));
+        if bytes >= RATE_BYTES_MIN {
+            mean(&self.rate, bytes.saturating_mul(1000) / micros(rest).max(1));
+        }
     }
 
     /// The size of requests that wait for their first byte for a third of their time, in bytes, within limits.
@@ -156,6 +161,10 @@ mod tests {
             assert_eq!(times.run_bytes(), RUN_BYTES_MAX);
             times.note(Duration::from_millis(latency_ms), Duration::from_secs(1), mib_per_second << 20);
             assert_eq!((times.run_bytes() + (1 << 19)) >> 20, mib, "{latency_ms} ms");
+            // Of a short request all comes at once.
+            let before = times.run_bytes();
+            times.note(Duration::from_millis(latency_ms), Duration::from_micros(10), 200_000);
+            assert_eq!(times.run_bytes(), before);
             // What has changed is found out.
             (0..30).for_each(|_| times.note(Duration::ZERO, Duration::from_secs(1), 1 << 20));
             assert_eq!(times.run_bytes(), RUN_BYTES_MAX);

@@ -10,6 +10,9 @@ use ferry_vfs::sync::{self, lock};
 use crate::store::fetch::RUN_BYTES_MAX;
 use crate::store::object_error::ObjectError;
 
+/// After so many damaged objects nothing more is fetched, because the server may damage everything.
+pub(crate) const DAMAGED_MAX: usize = 256;
+
 /// The objects being fetched, by number.
 #[derive(Debug, Default)]
 pub(crate) struct Singleflight(Mutex<HashMap<usize, Arc<Flight>>>);
@@ -79,8 +82,11 @@ impl Claim<'_> {
 
     /// Records that the first missing object is damaged, so those after it were not tried.
     pub(crate) fn damaged(&self, objects: &dyn ObjectSet) {
-        let damaged = self.objects.clone().find(|at| !objects.is_here(*at));
-        lock(&self.flight.state).untried = damaged.map(|at| at + 1);
+        lock(&self.flight.state).untried = self.first_missing(objects).map(|at| at + 1);
+    }
+
+    fn first_missing(&self, objects: &dyn ObjectSet) -> Option<usize> {
+        self.objects.clone().find(|at| !objects.is_here(*at))
     }
 }
 
@@ -120,6 +126,33 @@ impl Singleflight {
         self.claim_in(&mut lock(&self.0), objects, range, bytes_max)
     }
 
+    /// Gets the missing and unclaimed objects of a range, in claims of up to this many bytes. Damaged objects do not stop those behind
+    /// them, within a limit. Returns the first error.
+    pub(crate) fn claim_all(
+        &self,
+        objects: &dyn ObjectSet,
+        range: Range<usize>,
+        bytes_max: u64,
+        get: impl Fn(&Claim<'_>) -> Result<(), ObjectError>,
+    ) -> Result<(), ObjectError> {
+        let (mut at, mut outcome, mut damaged) = (range.start, Ok(()), 0);
+        while at < range.end {
+            let claim = self.claim(objects, at..range.end, bytes_max);
+            let end = at + claim.objects.len().max(1);
+            let got = get(&claim);
+            at = match &got {
+                Ok(()) => end,
+                Err(bad) if bad.is_of_object() && damaged < DAMAGED_MAX => {
+                    damaged += 1;
+                    claim.first_missing(objects).map_or(end, |missing| missing + 1)
+                }
+                Err(_) => return outcome.and(got),
+            };
+            outcome = outcome.and(got);
+        }
+        outcome
+    }
+
     fn claim_in(
         &self,
         flights: &mut HashMap<usize, Arc<Flight>>,
@@ -151,6 +184,6 @@ pub(crate) trait FetchableSet: Sync {
     fn run_bytes(&self) -> u64 {
         RUN_BYTES_MAX
     }
-    /// Gets the missing and unclaimed objects of a range; returns whether there was room for them.
+    /// Gets the missing and unclaimed objects of a range, also behind a damaged one; returns whether there was room for them.
     fn fetch(&self, range: Range<usize>) -> Result<bool, ObjectError>;
 }

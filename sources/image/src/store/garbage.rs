@@ -16,6 +16,7 @@ use crate::format::digest::Digest;
 use crate::format::error::{Error, ImageResult, IoContext, Result, told};
 use crate::format::image::Image;
 use crate::format::index::pack_name;
+use crate::format::plain_file;
 use crate::store::layout::{self, DAMAGED_SUFFIX, INDEX_SUFFIX, PART_SUFFIX};
 use crate::store::new_file::NEW_PREFIX;
 use crate::store::object_list::{self, StoredFile};
@@ -117,7 +118,8 @@ impl ExclusiveStore {
     fn lock_file(directory: &Path) -> Result<(File, PathBuf)> {
         packs::is_store(directory)?;
         let path = layout::lock_path(directory);
-        let lock = layout::lockable(File::options().create(true).append(true), &path).doing("open", &path)?;
+        let lock =
+            layout::lockable(File::options().read(true).create(true).append(true), &path).doing("open", &path)?;
         Ok((lock, path))
     }
 
@@ -332,10 +334,12 @@ impl Kind {
     }
 }
 
-/// Returns whether a file is locked. A file that cannot be opened counts as unlocked.
+/// Returns whether a file is locked, or cannot be. A file that cannot be opened counts as unlocked.
 fn is_locked(path: &Path) -> bool {
-    let Ok(file) = File::open(path) else { return false };
-    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
+    // To write, too: NFS takes an exclusive lock only then.
+    let opened = plain_file::open(File::options().read(true).write(true), path);
+    let Ok(file) = opened.or_else(|_| plain_file::open_to_read(path)) else { return false };
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err()
 }
 
 fn is_within(time: SystemTime, grace: Duration) -> bool {

@@ -27,16 +27,21 @@ pub(crate) fn read(from: &dyn Fetch, index: &Index, range: Range<u64>, sink: &mu
         let objects = run.start..run.start + count;
         match fetch(from, layer, &index.objects, objects, range.end, sink) {
             // A registry that has the image as Ferry pushed it has the pack instead of the blob.
-            Err(error) if error.kind() == io::ErrorKind::NotFound && run.start == first => {
+            Err(error) if is_missing(&error) && run.start == first => {
                 return from
                     .read(index.pack, range, sink)
-                    .map_err(|other| if other.kind() == io::ErrorKind::NotFound { error } else { other });
+                    .map_err(|other| if is_missing(&other) { error } else { other });
             }
             outcome => outcome?,
         }
         run.start += count;
     }
     Ok(())
+}
+
+/// Returns whether the source may lack it. S3 refuses requests for missing keys of those who may not list the bucket.
+fn is_missing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied)
 }
 
 /// Returns how many objects one request has.
@@ -91,6 +96,11 @@ impl Objects<'_, '_> {
     /// Returns the place of the current object.
     fn span(&self) -> Option<Span> {
         self.spans.get(self.at).copied()
+    }
+
+    /// Returns the place of the current object if this stream has it.
+    fn span_in(&self, stream: Span) -> Option<Span> {
+        self.span().filter(|span| (span.from, span.to) == (stream.from, stream.to))
     }
 
     /// Passes on bytes of the current object.
@@ -171,7 +181,7 @@ impl Streams<'_, '_, '_> {
         };
         // In small parts, so that what they unpack to is, too.
         for mut part in bytes.chunks(INPUT_BYTES) {
-            while !part.is_empty() && !decoder.is_broken {
+            while !part.is_empty() && !decoder.is_broken && self.out.span_in(span).is_some() {
                 part = decoder.write(part);
                 let (from, unpacked) = decoder.unpacked();
                 deliver(self.out, span, from, &unpacked)?;
@@ -186,7 +196,7 @@ impl Streams<'_, '_, '_> {
         decoder.finish();
         let (from, unpacked) = decoder.unpacked();
         deliver(self.out, span, from, &unpacked)?;
-        while self.out.span().is_some_and(|next| next.from == span.from && next.to == span.to) {
+        while self.out.span_in(span).is_some() {
             let left = self.out.objects[self.out.at].bytes - self.out.passed;
             zeros(self.out.sink, left)?;
             self.out.passed += left;
@@ -198,7 +208,7 @@ impl Streams<'_, '_, '_> {
 
 /// Passes on those unpacked bytes, from an offset of the stream on, that belong to objects in it.
 fn deliver(out: &mut Objects<'_, '_>, stream: Span, mut from: u64, mut bytes: &[u8]) -> io::Result<()> {
-    while let Some(span) = out.span().filter(|span| (span.from, span.to) == (stream.from, stream.to)) {
+    while let Some(span) = out.span_in(stream) {
         let skipped = (span.inner + out.passed).saturating_sub(from);
         let Some(rest) = usize::try_from(skipped).ok().and_then(|skipped| bytes.get(skipped..)) else { return Ok(()) };
         let left = out.objects[out.at].bytes - out.passed;
@@ -217,6 +227,8 @@ fn deliver(out: &mut Objects<'_, '_>, stream: Span, mut from: u64, mut bytes: &[
 const INPUT_BYTES: usize = 4 << 10;
 /// The maximum number of unpacked bytes that are kept at once: more than a chunk.
 const OUTPUT_BYTES_MAX: usize = 20 << 20;
+/// The maximum window of a zstd stream in bytes, as a power of two: the largest that the encoders of zstd:chunked and eStargz use.
+const WINDOW_BITS_MAX: u32 = 25;
 
 /// Unpacks one stream.
 struct Decoder {
@@ -253,7 +265,11 @@ impl Decoder {
     fn new(compression: Compression) -> io::Result<Self> {
         let inner = match compression {
             Compression::Gzip => Inner::Gzip(Box::new(GzDecoder::new(Bounded::default()))),
-            Compression::Zstd => Inner::Zstd(Box::new(zstd::stream::write::Decoder::new(Bounded::default())?)),
+            Compression::Zstd => {
+                let mut decoder = zstd::stream::write::Decoder::new(Bounded::default())?;
+                decoder.window_log_max(WINDOW_BITS_MAX)?;
+                Inner::Zstd(Box::new(decoder))
+            }
         };
         Ok(Self { inner, taken: 0, is_broken: false })
     }

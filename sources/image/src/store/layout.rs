@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -10,10 +10,12 @@ use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{IoContext, Result};
 use crate::format::index::Index;
-use crate::store::new_file::UNTRUSTED_OPEN_FLAGS;
+use crate::format::plain_file;
 
 /// The maximum size of an index, to limit memory: an image cannot have more blocks.
-const INDEX_BYTES_MAX: u64 = 1 << 32;
+pub(crate) const INDEX_BYTES_MAX: u64 = 1 << 32;
+/// The maximum size of a record of damage.
+const DAMAGED_BYTES_MAX: u64 = 256 << 20;
 /// The suffix of a pack's index.
 pub(crate) const INDEX_SUFFIX: &str = ".index";
 /// The suffix of an incomplete pack.
@@ -31,7 +33,7 @@ pub(crate) fn lock_path(directory: &Path) -> PathBuf {
 pub(crate) fn lockable(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let writers = fs::metadata(path.parent().unwrap_or(Path::new(".")))?.mode() & 0o022;
     let mode = 0o600 | writers | writers << 1;
-    let file = open_plain(options.mode(mode), path)?;
+    let file = plain_file::open(options.mode(mode), path)?;
     let found = file.metadata()?;
     // The file is of an earlier version, or the umask has removed a permission. A hard link to another file is not changed.
     if found.mode() & 0o777 != mode && found.nlink() == 1 && found.uid() == rustix::process::geteuid().as_raw() {
@@ -40,16 +42,7 @@ pub(crate) fn lockable(options: &mut OpenOptions, path: &Path) -> io::Result<Fil
     Ok(file)
 }
 
-/// Opens a regular file of a store to which other users may write: no link is followed, and a FIFO or device has no effect.
-pub(crate) fn open_plain(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
-    let file = options.custom_flags(UNTRUSTED_OPEN_FLAGS.bits().cast_signed()).open(path)?;
-    match file.metadata()?.is_file() {
-        true => Ok(file),
-        false => Err(io::Error::other("it is no regular file")),
-    }
-}
-
-/// The same for a file that is written to: it must have no other name.
+/// As [`lockable`], for a file that is written to: it must have no other name.
 pub(crate) fn lockable_part(path: &Path) -> io::Result<File> {
     let file = lockable(File::options().read(true).write(true).create(true).truncate(false), path)?;
     match file.metadata()?.nlink() {
@@ -74,9 +67,7 @@ pub(crate) fn index_path(directory: &Path, pack: Digest) -> PathBuf {
 /// Reads the index of a pack, and verifies it by the pack's name.
 pub(crate) fn read_index(directory: &Path, pack: Digest) -> Result<Index> {
     let path = index_path(directory, pack);
-    let mut bytes = Vec::new();
-    let file = File::open(&path).doing("open", &path)?;
-    file.take(INDEX_BYTES_MAX).read_to_end(&mut bytes).doing("read", &path)?;
+    let bytes = plain_file::read(&path, INDEX_BYTES_MAX).doing("open", &path)?;
     Index::of(directory, pack, &bytes)
 }
 
@@ -97,6 +88,6 @@ pub(crate) struct Listing {
 
 /// Returns the objects that are recorded as damaged in a pack.
 pub(crate) fn noted(store: &Path, pack: Digest) -> HashSet<Digest> {
-    let Ok(lines) = fs::read(damage_path(store, pack)) else { return HashSet::new() };
+    let Ok(lines) = plain_file::read(&damage_path(store, pack), DAMAGED_BYTES_MAX) else { return HashSet::new() };
     lines.split(|byte| *byte == b'\n').filter_map(Digest::parse).collect()
 }

@@ -3,7 +3,6 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use rustix::fs::OFlags;
 use tempfile::TempPath;
 
 use crate::format::digest::Digest;
@@ -67,8 +66,3 @@ impl NewFile {
 pub(crate) fn directory_of(name: &Path) -> &Path {
     name.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
-
-/// The flags for opening an untrusted path: the open must not follow a link, wait or have an effect, whatever the owner
-/// of the tree puts there meanwhile.
-pub(crate) const UNTRUSTED_OPEN_FLAGS: OFlags =
-    OFlags::RDONLY.union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW).union(OFlags::NONBLOCK).union(OFlags::NOCTTY);

@@ -13,9 +13,10 @@ use tempfile::TempPath;
 
 use crate::format::digest::Digest;
 use crate::format::error::{Error, IoContext, Result};
+use crate::format::plain_file::UNTRUSTED_OPEN_FLAGS;
 use crate::format::verity;
 use crate::store::fsverity;
-use crate::store::new_file::{NewFile, UNTRUSTED_OPEN_FLAGS};
+use crate::store::new_file::NewFile;
 use crate::store::object_list::object_path;
 
 /// An object used this recently is not marked as used again; useful grace periods are longer.

@@ -22,7 +22,7 @@ use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use rustix::fs::{Advice, FlockOperation};
+use rustix::fs::{Access, Advice, AtFlags, CWD, FlockOperation};
 use tempfile::TempDir;
 
 use crate::format::digest::Digest;
@@ -30,6 +30,7 @@ use crate::format::error::{IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::{Index, pack_name};
 use crate::format::layer_index::LayerBlob;
+use crate::format::plain_file;
 use crate::store::layout::{
     self, DAMAGED_SUFFIX, INDEX_SUFFIX, Listing, PART_SUFFIX, index_path, is_whole, lock_path, packs_directory,
     read_index,
@@ -59,6 +60,11 @@ pub struct Store {
     _lock: File,
 }
 
+/// Whether this process may create files in a directory.
+fn may_write(directory: &Path) -> bool {
+    rustix::fs::accessat(CWD, directory, Access::WRITE_OK, AtFlags::EACCESS).is_ok()
+}
+
 impl Store {
     /// Opens a store, or creates it.
     ///
@@ -77,17 +83,20 @@ impl Store {
     pub fn open(directory: &Path) -> Result<Self> {
         let path = lock_path(directory);
         is_store(directory)?;
-        // A read-only store is usable; one without a lock file never was writable, so its packs are not removed.
-        let made = layout::lockable(File::options().create(true).append(true), &path);
+        // A read-only store is usable. Who may not write to it removes no packs, but may not see who does.
+        // Also to read: NFS takes a shared lock only then.
+        let made = layout::lockable(File::options().read(true).create(true).append(true), &path);
         let is_read_only = |error: &io::Error| {
             matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem)
         };
         let opened = made.or_else(|error| match is_read_only(&error) {
-            true => layout::open_plain(File::options().read(true), &path),
+            true => plain_file::open_to_read(&path),
             false => Err(error),
         });
         let lock = match opened {
-            Err(error) if is_read_only(&error) => File::open(directory).doing("open", directory)?,
+            Err(error) if is_read_only(&error) && !may_write(&packs_directory(directory)) => {
+                File::open(directory).doing("open", directory)?
+            }
             opened => opened.doing("open", &path)?,
         };
         rustix::fs::flock(&lock, FlockOperation::LockShared).doing("lock", &path)?;
@@ -138,7 +147,7 @@ impl Store {
 
     /// Returns the layer whose files a pack has, complete or not; `None` for other packs, and for unknown ones.
     pub fn layer_of(&self, pack: Digest) -> Option<LayerBlob> {
-        let part = || fs::read(self.part_index_path(pack)).ok();
+        let part = || plain_file::read(&self.part_index_path(pack), layout::INDEX_BYTES_MAX).ok();
         let index = self.index(pack).ok().or_else(|| Index::of(&self.directory, pack, &part()?).ok())?;
         index.layer
     }
@@ -194,7 +203,7 @@ impl Store {
     /// The pack cannot be opened.
     pub fn read_ahead(&self, pack: Digest) -> Result<()> {
         let path = self.pack_path(pack);
-        let file = File::open(&path).doing("open", &path)?;
+        let file = plain_file::open_to_read(&path).doing("open", &path)?;
         let bytes = file.metadata().doing("look at", &path)?.len().min(AHEAD_BYTES_MAX);
         for offset in (0..bytes).step_by(AHEAD_STEP_BYTES) {
             // Only advice, in steps of the kernel's maximum.
@@ -205,7 +214,8 @@ impl Store {
 
     /// Marks a pack as used, if permitted, so that it is not removed before its new image is known.
     pub(crate) fn freshen(&self, pack: Digest) {
-        let touched = File::open(self.index_path(pack)).and_then(|index| index.set_modified(SystemTime::now()));
+        let touched =
+            plain_file::open_to_read(&self.index_path(pack)).and_then(|index| index.set_modified(SystemTime::now()));
         if let Err(error) = touched {
             tracing::debug!("cannot note that the pack {pack} is used: {error}");
         }

@@ -31,6 +31,7 @@ use crate::format::error::{Error, IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::look_at_object;
 use crate::format::index::{Index, Object};
+use crate::format::plain_file;
 use crate::store::fetch::{Fetch, SERVERS_MAX};
 use crate::store::file_objects::remove_damaged;
 use crate::store::layout::noted;
@@ -102,7 +103,7 @@ impl Store {
     /// Reads a pack, and records damage; returns the number of damaged objects.
     pub(crate) fn look_for_damage(&self, index: &Index) -> Result<usize> {
         let path = self.pack_path(index.pack);
-        let file = File::open(&path).doing("open", &path)?;
+        let file = plain_file::open_to_read(&path).doing("open", &path)?;
         let damaged = Mutex::new(Vec::new());
         let look = |at: usize| -> Result<(), ()> {
             if look(&file, &index.objects[at]) != Some(ChunkState::Sound) {
@@ -120,7 +121,8 @@ impl Store {
     /// Records the damaged objects of a pack. One with a wrong length or fs-verity digest gets an empty record.
     fn note(&self, index: &Index, damaged: &[usize]) -> Result<()> {
         let path = layout::damage_path(self.directory(), index.pack);
-        let is_of_use = || File::open(self.pack_path(index.pack)).is_ok_and(|file| !has_other_digest(&file, index));
+        let is_of_use =
+            || plain_file::open_to_read(&self.pack_path(index.pack)).is_ok_and(|file| !has_other_digest(&file, index));
         if damaged.is_empty() && self.is_whole(index) && is_of_use() {
             return match fs::remove_file(&path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).doing("remove", &path),
@@ -157,7 +159,7 @@ impl Store {
         // An incomplete pack, or one with a damaged index, is fetched as a whole.
         let Some(index) = self.index(pack).ok().filter(|_| self.has(pack)) else { return Ok(RepairCounts::default()) };
         let path = self.pack_path(pack);
-        let old = File::open(&path).doing("open", &path)?;
+        let old = plain_file::open_to_read(&path).doing("open", &path)?;
         let noted = self.noted(pack);
         let noted = index.objects.iter().filter(|object| noted.contains(&object.digest));
         let bad: Vec<(&Object, Option<ChunkState>)> = noted
@@ -249,7 +251,8 @@ impl Sources<'_> {
     fn get(&mut self, store: &Store, index: &Index, object: &Object) -> Option<Vec<u8>> {
         if let Some((other, from)) = self.places.find(&object.digest) {
             let mut memory = vec![0; usize::try_from(object.bytes).unwrap_or_default()];
-            let found = File::open(store.pack_path(other)).and_then(|file| file.read_exact_at(&mut memory, from));
+            let found = plain_file::open_to_read(&store.pack_path(other))
+                .and_then(|file| file.read_exact_at(&mut memory, from));
             if found.is_ok() && object.proves(&memory) {
                 return Some(memory);
             }
@@ -328,7 +331,8 @@ const REPAIR_TICK: Duration = Duration::from_millis(20);
 fn lock_note(path: &PathBuf) -> Result<Option<File>> {
     let end = Instant::now() + REPAIR_TIME;
     loop {
-        let file = match File::open(path) {
+        // To write, too: NFS takes an exclusive lock only then.
+        let file = match plain_file::open(File::options().read(true).write(true), path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened.doing("open", path)?,
         };

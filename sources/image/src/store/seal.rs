@@ -15,6 +15,7 @@ use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::Index;
+use crate::format::plain_file;
 use crate::store::fetch::Fetch;
 use crate::store::fsverity::{self, Verity, verity_of};
 use crate::store::packs::Store;
@@ -119,7 +120,7 @@ impl Store {
     /// Enables fs-verity for a pack if it has the digest in its index, otherwise returns its digest.
     fn enable_verified(&self, index: &Index, wanted: Digest) -> Result<Result<PackProof, Digest>> {
         let path = self.pack_path(index.pack);
-        let file = File::open(&path).doing("open", &path)?;
+        let file = plain_file::open_to_read(&path).doing("open", &path)?;
         let mut verity = verity_of(&file);
         if verity == Verity::Off {
             let found = parallel::digest(&file, 0, index.blocks * BLOCK_BYTES as u64).doing("read", &path)?;

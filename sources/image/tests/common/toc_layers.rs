@@ -66,6 +66,15 @@ impl Writer {
         at
     }
 
+    /// Adds a file of one chunk, whose stream is this one.
+    pub fn file_in(&mut self, name: &str, bytes: &[u8], stream: &[u8]) {
+        let offset = self.blob.len();
+        self.blob.extend_from_slice(stream);
+        let more =
+            json!({"size": bytes.len(), "digest": sha256(bytes), "chunkDigest": sha256(bytes), "offset": offset});
+        self.entry("reg", name, more);
+    }
+
     fn pack(&self, plain: &[u8]) -> Vec<u8> {
         match self.format {
             Format::Estargz => gzip(plain),

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use common::composefs::{dump_of, mkcomposefs, random_dump, tool};
 use common::{Bench, bytes, fill};
-use ferry_image::{BuildOptions, Image, Layout, Store, build};
+use ferry_image::{BuildOptions, Image, Layout, Source, Store, build};
 use rustix::fs::{CWD, FileType, Mode, XattrFlags, lsetxattr, mknodat};
 
 /// Builds the image `name` of a source, with a version of the layout.
@@ -320,4 +320,28 @@ fn damaged_images_are_errors_and_no_more() {
                 .map_or(true, |image| { !ferry_image::check(&image).findings.is_empty() })
         );
     }
+}
+
+/// Who has read a file must not map another one beyond the end of the object that both name.
+#[test]
+fn an_object_of_two_lengths_is_read_by_its_own() {
+    let bench = Bench::new();
+    fs::write(bench.tree().join("a"), bytes(1, 100_000)).expect("a file");
+    let image = built(&bench, &bench.tree(), "image", None).expect("the tree can be built");
+    let text = String::from_utf8(dump_of(&Image::from_bytes(image).expect("it is an image"))).expect("it is text");
+    let line = text.lines().find(|line| line.starts_with("/a 100000 ")).expect("a file");
+    fs::write(bench.path("dump"), format!("{text}{}\n", line.replacen("/a 100000 ", "/b 1000000 ", 1)))
+        .expect("files can be made");
+    built(&bench, &bench.path("dump"), "two", None).expect("the dump can be built");
+    let source = Source::open(&bench.path("two"), &bench.store(), None).expect("an image and its store");
+    let image = source.image();
+    let nid = |name: &[u8]| {
+        let root = image.inode(image.root()).expect("a root");
+        let entries = image.entries(&root, 0).expect("a directory");
+        entries.map(|entry| entry.expect("an entry")).find(|entry| entry.name == name).expect("a name").nid
+    };
+    let mut memory = [0; 4096];
+    assert_eq!(source.read_at(nid(b"a"), 0, &mut memory), Ok(4096));
+    assert_eq!(source.read_at(nid(b"b"), 0, &mut memory), Err(ferry_vfs::Errno::IO));
+    assert_eq!(source.read_at(nid(b"a"), 0, &mut memory), Ok(4096));
 }

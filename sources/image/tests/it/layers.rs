@@ -5,7 +5,7 @@ use crate::common;
 use crate::toc_layers;
 
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -15,7 +15,7 @@ use archives::bundle::{Bundle, Packing};
 use common::{Bench, Facts, facts_of_image};
 use ferry_image::{
     BuildLayersError, BuildOptions, ByteSink, Digest, Fetch, FetchOptions, Image, LayerError, LayerRef, Objects,
-    Source, Store, build, build_layers,
+    Source, Store, build, build_layer, build_layers,
 };
 use ferry_vfs::{Errno, Name};
 use proptest::prelude::*;
@@ -251,6 +251,60 @@ fn files_in_a_shared_stream_are_distinguished() {
     assert_eq!(read(&source, "three").unwrap(), three);
 }
 
+/// Returns how many bytes this thread has read from files.
+fn bytes_read() -> u64 {
+    let text = std::fs::read_to_string("/proc/thread-self/io").unwrap_or_default();
+    text.lines().find_map(|line| line.strip_prefix("rchar: ")).map_or(0, |bytes| bytes.parse().unwrap())
+}
+
+#[test]
+fn tables_of_endless_zeros_are_refused() {
+    let mut writer = Writer::new(Format::ZstdChunked, &[10_000]);
+    let bytes = 1_u64 << 41;
+    writer.entries.push(json!({"type": "reg", "name": "zeros", "mode": 0o600, "size": bytes, "chunkSize": bytes,
+        "chunkType": "zeros"}));
+    let layer = writer.finish();
+    let (bench, server) = (Bench::new(), Server::of(&[&layer]));
+    let said = image_of(&bench, &server, &[&layer], "image").unwrap_err();
+    assert!(said.contains("have 2199023255552 bytes, more than"), "{said}");
+    let store = Store::create(&bench.store()).unwrap();
+    let said = build_layer(&table(&server, &layer).unwrap(), &bench.path("image"), &store).unwrap_err().to_string();
+    assert!(said.contains("have 2199023255552 bytes, more than"), "{said}");
+}
+
+/// Memory and time for a chunk are those of honest encoders.
+#[test]
+fn windows_and_streams_are_limited() {
+    let plain = noise(7, 300_000);
+    let packed = |window: u32, plain: &[u8]| {
+        let mut encoder = zstd::Encoder::new(Vec::new(), 1).unwrap();
+        encoder.window_log(window).unwrap();
+        encoder.write_all(plain).unwrap();
+        encoder.finish().unwrap()
+    };
+    let zeros = packed(21, &vec![0; 256 << 20]);
+    let bomb = [packed(21, &plain), zeros.repeat(64)].concat();
+    let mut writer = Writer::new(Format::ZstdChunked, &[1]);
+    writer.file_in("right", &plain, &packed(25, &plain));
+    writer.file_in("large", &plain, &packed(26, &plain));
+    writer.file_in("bomb", &plain, &bomb);
+    let layer = writer.finish();
+    let (bench, server) = (Bench::new(), Server::of(&[&layer]));
+    image_of(&bench, &server, &[&layer], "image").unwrap();
+    let source = open(&bench, &server, "image", None);
+    assert!(read(&source, "right").unwrap() == plain);
+    assert!(read(&source, "large").is_err_and(|error| error == Errno::IO));
+    // Of this thread, in hundredths of a second.
+    let time = || -> u64 {
+        let text = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+        let (_, fields) = text.rsplit_once(')').unwrap();
+        fields.split_whitespace().skip(11).take(2).map(|time| time.parse::<u64>().unwrap()).sum()
+    };
+    let before = time();
+    assert!(read(&source, "bomb").unwrap() == plain);
+    assert!(time() - before < 100, "{} for what is behind the chunk", time() - before);
+}
+
 #[test]
 fn zeros_of_sparse_files_are_not_fetched() {
     let bench = Bench::new();
@@ -268,7 +322,10 @@ fn zeros_of_sparse_files_are_not_fetched() {
     image_of(&bench, &server, &[&layer], "image").unwrap();
     server.requests();
     let source = open(&bench, &server, "image", None);
+    let before = bytes_read();
     let found = read(&source, "sparse").unwrap();
+    // Where they are holes is known without reading them.
+    assert!(bytes_read() - before < 10_000_000, "{} bytes", bytes_read() - before);
     assert!(found[..9_000_000].iter().all(|byte| *byte == 0));
     assert_eq!(found[9_000_000..], end);
     assert_eq!(server.requests().len(), 1);
@@ -318,6 +375,49 @@ fn chunks_that_are_not_those_of_the_table_are_refused() {
             assert_eq!(read(&source, "gone/below").unwrap(), noise(2, 9000));
             assert_eq!(read(&source, "usr/bin/tool").unwrap(), noise(1, 300_000));
         }
+    }
+}
+
+#[test]
+fn a_damaged_chunk_does_not_stop_the_background_fetch() {
+    for format in FORMATS {
+        let bench = Bench::new();
+        let mut writer = Writer::new(format, &[100_000]);
+        writer.file("large", &noise(9, 9_000_000));
+        let layer = writer.finish();
+        let server = Server::of(&[&layer]);
+        image_of(&bench, &server, &[&layer], "image").unwrap();
+        // Behind the header of the archive, in the first chunk.
+        let at = 5000;
+        server.fault(move |from, bytes| {
+            if let Some(byte) = usize::try_from(at - from.min(at)).ok().and_then(|at| bytes.get_mut(at)) {
+                *byte ^= u8::from(from <= at);
+            }
+        });
+        let source = open(&bench, &server, "image", None);
+        let fetch = || source.shared_objects().fetch_all(1, &AtomicBool::new(false), &|_, _| {});
+        let said = fetch().unwrap_err().to_string();
+        assert!(said.contains("came damaged"), "{format:?}: {said}");
+        assert_eq!(source.shared_objects().fetched_bytes(), 8_900_000, "{format:?}: all other chunks");
+        server.heal();
+        server.requests();
+        fetch().unwrap();
+        assert_eq!(server.requests().len(), 1);
+        assert_eq!(read(&source, "large").unwrap(), noise(9, 9_000_000));
+        // A server that damages everything is left alone in the end.
+        drop(source);
+        let other = Bench::new();
+        let mut writer = Writer::new(format, &[100]);
+        writer.file("large", &noise(9, 300_000));
+        let layer = writer.finish();
+        let server = Server::of(&[&layer]);
+        image_of(&other, &server, &[&layer], "image").unwrap();
+        let source = open(&other, &server, "image", None);
+        server.fault(|_, bytes| bytes.fill(0));
+        server.requests();
+        source.shared_objects().fetch_all(1, &AtomicBool::new(false), &|_, _| {}).unwrap_err();
+        let requests = server.requests().len();
+        assert!((2..300).contains(&requests), "{format:?}: {requests} requests");
     }
 }
 
@@ -575,7 +675,7 @@ fn prefetch_landmarks_are_left_out() {
 #[test]
 fn a_pack_is_fetched_where_there_is_no_blob() {
     #[derive(Debug)]
-    struct Packs(Vec<u8>);
+    struct Packs(Vec<u8>, io::ErrorKind);
     impl Fetch for Packs {
         fn index(&self, _: Digest, _: u64) -> io::Result<Vec<u8>> {
             Err(io::ErrorKind::NotFound.into())
@@ -583,6 +683,10 @@ fn a_pack_is_fetched_where_there_is_no_blob() {
 
         fn read(&self, _: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
             sink(&self.0[usize::try_from(range.start).unwrap()..usize::try_from(range.end).unwrap()])
+        }
+
+        fn blob(&self, _: [u8; 32], _: u64, _: Range<u64>, _: &mut ByteSink<'_>) -> io::Result<()> {
+            Err(self.1.into())
         }
     }
     let bench = Bench::new();
@@ -595,12 +699,16 @@ fn a_pack_is_fetched_where_there_is_no_blob() {
     let pack = bench.store().join("packs").join(source.image().packs()[0].name.hex());
     let bytes = std::fs::read(&pack).unwrap();
     drop(source);
-    let other = bench.path("other");
-    let store = Store::create(&other).unwrap();
-    build_layers(&[table(&server, &lower).unwrap()], &MANIFEST, &bench.path("image"), &store).unwrap();
-    let missing = FetchOptions { from: Arc::new(Packs(bytes)), ahead_bytes: 0, cache_bytes: None };
-    let source = Source::open_with(&bench.path("image"), &other, None, Some(missing)).unwrap();
-    assert_eq!(read(&source, "usr/bin/tool").unwrap(), noise(1, 300_000));
+    // S3 says the latter where nobody may list the bucket.
+    for kind in [io::ErrorKind::NotFound, io::ErrorKind::PermissionDenied] {
+        let other = bench.path(&format!("{kind:?}"));
+        let store = Store::create(&other).unwrap();
+        build_layers(&[table(&server, &lower).unwrap()], &MANIFEST, &bench.path("image"), &store).unwrap();
+        let from = Arc::new(Packs(bytes.clone(), kind));
+        let missing = FetchOptions { from, ahead_bytes: 0, cache_bytes: None };
+        let source = Source::open_with(&bench.path("image"), &other, None, Some(missing)).unwrap();
+        assert_eq!(read(&source, "usr/bin/tool").unwrap(), noise(1, 300_000));
+    }
 }
 
 #[test]

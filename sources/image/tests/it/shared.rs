@@ -103,6 +103,79 @@ fn links_in_a_store_lead_nowhere() {
     assert_eq!((found.permissions().mode() & 0o777, found.len(), new.exists()), (0o600, 9, false));
 }
 
+/// Another user of the store puts them there.
+#[test]
+fn files_of_a_store_that_are_no_files_are_errors() {
+    let bench = three();
+    let store = ferry_image::Store::open(&bench.store()).expect("a store");
+    let image = ferry_image::Image::open(&bench.path("first"), None).expect("an image");
+    let pack = image.packs()[0].name;
+    let whole = store.pack_path(pack);
+    let index = whole.with_extension("index");
+    let kept = fs::read(&index).expect("an index");
+    let fifo = |path: &std::path::Path| {
+        rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, 0o600.into(), 0).expect("a FIFO");
+    };
+    let sparse = |path: &std::path::Path| {
+        fs::File::create(path).and_then(|file| file.set_len(1 << 31)).expect("a file");
+    };
+    let zeros = |path: &std::path::Path| std::os::unix::fs::symlink("/dev/zero", path).expect("a link");
+    for make in [&fifo as &dyn Fn(&std::path::Path), &sparse, &zeros] {
+        fs::remove_file(&index).expect("it is there");
+        make(&index);
+        store.index(pack).expect_err("no index");
+        fs::remove_file(&index).expect("it is there");
+        fs::write(&index, &kept).expect("a file");
+        fs::rename(&whole, bench.path("pack")).expect("it is there");
+        make(&whole);
+        Source::open(&bench.path("first"), &bench.store(), None).map(drop).expect_err("no pack");
+        fs::remove_file(&whole).expect("it is there");
+        fs::rename(bench.path("pack"), &whole).expect("it is there");
+        let table = bench.store().join("packs/table");
+        let _ = fs::remove_file(&table);
+        make(&table);
+        let _ = ferry_image::Store::open(&bench.store()).expect("a store").packs();
+    }
+    Source::open(&bench.path("first"), &bench.store(), None).expect("all is as it was");
+}
+
+/// Who may write to a store and may not lock it would use packs while they are removed.
+#[test]
+fn a_writable_store_is_locked_by_its_lock_or_not_used() {
+    use rustix::process::{Gid, Uid};
+    const GROUP: u32 = 300;
+    const USER: u32 = 1000;
+    let bench = three();
+    if !rustix::process::geteuid().is_root() {
+        return ferry_skip::skip!("only root can act as two users");
+    }
+    let (store, packs) = (bench.store(), bench.store().join("packs"));
+    let open_as_user = || {
+        std::thread::scope(|scope| {
+            let open = || {
+                let (uid, gid) = (Uid::from_raw(USER), Gid::from_raw(USER));
+                rustix::thread::set_thread_groups(&[Gid::from_raw(GROUP)]).expect("we are root");
+                rustix::thread::set_thread_res_gid(gid, gid, gid).expect("we are root");
+                rustix::thread::set_thread_res_uid(uid, uid, uid).expect("we are root");
+                ferry_image::Store::open(&store).map(drop).map_err(|error| error.to_string())
+            };
+            scope.spawn(open).join().expect("it ends")
+        })
+    };
+    fs::set_permissions(bench.directory.path(), fs::Permissions::from_mode(0o755)).expect("it is ours");
+    for directory in [&store, &packs] {
+        std::os::unix::fs::chown(directory, None, Some(GROUP)).expect("we are root");
+        fs::set_permissions(directory, fs::Permissions::from_mode(0o775)).expect("it is ours");
+    }
+    fs::set_permissions(store.join("lock"), fs::Permissions::from_mode(0o660)).expect("it is ours");
+    let refusal = open_as_user().expect_err("it is another group's");
+    assert!(refusal.ends_with("store/lock"), "{refusal}");
+    for directory in [&store, &packs] {
+        fs::set_permissions(directory, fs::Permissions::from_mode(0o755)).expect("it is ours");
+    }
+    open_as_user().expect("who only reads needs no lock");
+}
+
 #[test]
 fn only_unneeded_data_is_removed() {
     let bench = three();

@@ -254,6 +254,31 @@ fn the_blob_is_that_of_the_registry() {
     });
 }
 
+/// podman push and podman save failed when the tag named another image.
+#[test]
+fn the_blob_is_had_after_the_tag_has_moved_and_is_dropped_when_unread() {
+    let place = Place::of(Format::ZstdChunked);
+    let (name, layer) = (place.name(), &place.layers[0]);
+    let toc = toc(layer);
+    let tree = place.open();
+    let dir = tree.find(&[&name, &toc]).unwrap().ino;
+    let made =
+        tree.0.create(&Caller::default(), dir, Name::new(b"use").unwrap(), &CreateArgs::default(), OFlags::WRONLY);
+    assert_eq!(made.unwrap_err(), Errno::NOENT);
+    drop(tree);
+    place.tag("1", &place.layers[1..]);
+    let fetches =
+        || place.fake.requests().iter().filter(|request| request.path.ends_with(&sha256(&layer.blob))).count();
+    for (blob_lifetime, expected) in [(Duration::from_secs(600), 1), (Duration::ZERO, 2)] {
+        let tree = place.open_with(Options { blob_lifetime, ..Options::default() });
+        fetches();
+        for _ in 0..2 {
+            assert_eq!(tree.read(&[&name, &toc, "blob"]).unwrap(), layer.blob);
+        }
+        assert_eq!(fetches(), expected);
+    }
+}
+
 /// After a restart, what was read is read without the registry.
 #[test]
 fn fetched_layers_outlive_the_process_while_they_are_used() {

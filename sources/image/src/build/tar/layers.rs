@@ -55,6 +55,7 @@ impl Layers {
 
     /// Applies a member of the layer, a regular file with these contents; returns its inode if it is new.
     pub(crate) fn apply(&mut self, member: &Member, file: Option<Content>) -> Result<Option<NodeId>, Refusal> {
+        self.file_bytes.add(member.bytes)?;
         let names = components(&member.path)?;
         match mark(&names)? {
             None => place(&mut self.builder, &names, member, file, self.for_composefs),
@@ -65,7 +66,6 @@ impl Layers {
     }
 
     fn member(&mut self, member: &Member) -> Result<(), Refusal> {
-        self.file_bytes.add(member.bytes)?;
         let file = Content::Unread { bytes: member.bytes };
         let id = self.apply(member, (member.kind == Kind::File).then_some(file))?;
         if let (Kind::File, Some(id), Some(files)) = (member.kind, id, self.files.last_mut()) {

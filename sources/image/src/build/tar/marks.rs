@@ -5,6 +5,7 @@
 
 use ferry_vfs::{Name, NameBuf, Timespec};
 
+use super::FileBytes;
 use super::member::Member;
 use super::place::{components, directory, place};
 use crate::build::filter::Whiteouts;
@@ -111,15 +112,18 @@ impl LayerMarks {
 pub(crate) struct OverlayLayer {
     builder: TreeBuilder,
     marks: LayerMarks,
+    file_bytes: FileBytes,
 }
 
 impl OverlayLayer {
     pub(crate) fn begin() -> Self {
-        Self { builder: TreeBuilder::default(), marks: LayerMarks::new(Some(Whiteouts::Overlay)) }
+        let (builder, marks) = (TreeBuilder::default(), LayerMarks::new(Some(Whiteouts::Overlay)));
+        Self { builder, marks, file_bytes: FileBytes::within(None) }
     }
 
     /// Applies a member, a regular file with these contents.
     pub(crate) fn apply(&mut self, member: &Member, file: Option<Content>) -> Result<(), Refusal> {
+        self.file_bytes.add(member.bytes)?;
         let names = components(&member.path)?;
         if !self.marks.takes(&names, member.mtime, &mut self.builder)? {
             place(&mut self.builder, &names, member, file, false)?;

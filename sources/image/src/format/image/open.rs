@@ -6,8 +6,6 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use ferry_vfs::FileType;
-use rustix::fs::{SeekFrom, seek};
-use rustix::io::Errno;
 
 use super::{HEAD_BYTES, IMAGE_BYTES_MAX, Image, ImageResult, PackRef, prefix_table, read_at};
 use crate::format::composefs::{self, Header};
@@ -20,11 +18,7 @@ use crate::format::erofs::{
 use crate::format::error::{Error, Flaw, IoContext, Result};
 use crate::format::image::ExpectedTree;
 use crate::format::index::pack_name;
-
-/// Files up to this size may consist of holes: this much memory is available.
-const SPARSE_BYTES_MAX: u64 = 1 << 20;
-/// The maximum ratio of length to data of a larger file. Only copies of images can have holes, for zero blocks.
-const HOLES_PER_DATA: u64 = 8;
+use crate::format::plain_file;
 
 impl Image {
     /// Opens an image; with a digest, only if it matches. The digest of a tree is verified when the packs are opened
@@ -175,43 +169,15 @@ fn bytes_max(head: &[u8]) -> ImageResult<u64> {
 }
 
 /// Returns a flaw if a file has so many holes that it cannot be a built image: otherwise a small file could claim
-/// gigabytes of memory. Files whose holes are unknown are accepted.
+/// gigabytes of memory.
 fn mostly_holes(mut file: &File, length: u64) -> io::Result<Option<Flaw>> {
-    if length <= SPARSE_BYTES_MAX {
-        return Ok(None);
-    }
-    let (mut at, mut data) = (0, 0);
-    while at < length && data < length / HOLES_PER_DATA {
-        let from = match seek(file, SeekFrom::Data(at)) {
-            Ok(from) => from,
-            Err(Errno::NXIO) => break,
-            Err(_) => return Ok(None),
-        };
-        let to = seek(file, SeekFrom::Hole(from))?;
-        data += to.saturating_sub(from);
-        // An inconsistent file system must not cause an endless loop.
-        at = to.max(at + 1);
-    }
+    let found = plain_file::hole_at(file, length)?;
     file.seek(io::SeekFrom::Start(HEAD_BYTES as u64))?;
     let what = "a hole with most of what should be there: copy it with cp --sparse=never, or fetch the image again";
-    Ok((data < length / HOLES_PER_DATA).then_some(Flaw { what, offset: at }))
+    Ok(found.map(|offset| Flaw { what, offset }))
 }
 
 fn longer(bytes_max: u64) -> Flaw {
     let what = if bytes_max == IMAGE_BYTES_MAX { "more than 16 GiB" } else { "more than its superblock tells of" };
     Flaw { what, offset: bytes_max }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::fd::OwnedFd;
-    use std::os::unix::net::UnixStream;
-
-    use super::*;
-
-    #[test]
-    fn without_hole_detection_everything_is_data() {
-        let (one, _other) = UnixStream::pair().expect("sockets can be made");
-        assert_eq!(mostly_holes(&OwnedFd::from(one).into(), 1 << 30).expect("it is not asked"), None);
-    }
 }
