@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ferry_image::told;
+use ferry_image::error_chain;
 
 use crate::manifest::Sha256;
 
@@ -139,7 +139,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Two independent errors.
-    #[error("{}; {}", told(.0), told(.1))]
+    #[error("{}; {}", error_chain(.0), error_chain(.1))]
     Both(Box<Error>, Box<Error>),
     /// The pull failed; a part of the image is kept.
     #[error("the image is not complete; what came so far is kept for the next try: {0}")]

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 
-use ferry_image::{Image, told};
+use ferry_image::{Image, error_chain};
 use serde::{Deserialize, Serialize};
 
 use crate::container::Container;
@@ -81,7 +81,7 @@ pub fn pull_lazily(
 ) -> Result<(LazyImage, Arc<Packs>)> {
     let trace = |digest| {
         if let Err(error) = pull_trace(remote, &reference(remote, digest), output) {
-            tracing::warn!("{}: it is not used", told(&error));
+            tracing::warn!("{}: it is not used", error_chain(&error));
         }
     };
     thread::scope(|scope| {

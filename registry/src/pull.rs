@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
-use ferry_image::{Algorithm, Digest, FetchOptions, Image, Objects, repair_packs, seal, seal_image, told};
+use ferry_image::{Algorithm, Digest, FetchOptions, Image, Objects, error_chain, repair_packs, seal, seal_image};
 
 use crate::container::Container;
 use crate::error::{Error, Result};
@@ -85,7 +85,7 @@ pub fn pull(
         (Ok(_), fetched) => fetched?,
         // A full pull repairs it.
         (Err(error), Ok(bytes)) if options.metadata_only => {
-            tracing::warn!("{}: damaged objects in the store are not repaired", told(&error));
+            tracing::warn!("{}: damaged objects in the store are not repaired", error_chain(&error));
             bytes
         }
         (Err(error), Ok(_)) => return Err(error),

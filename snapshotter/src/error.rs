@@ -96,6 +96,6 @@ metadata_errors!(CommitError, DatabaseError, StorageError, TableError, Transacti
 /// Logs the failure of a step that the next cleanup repeats.
 pub(crate) fn log_failure(outcome: Result<()>) {
     if let Err(error) = outcome {
-        tracing::warn!("{}", ferry_image::told(&error));
+        tracing::warn!("{}", ferry_image::error_chain(&error));
     }
 }

@@ -16,7 +16,8 @@ use std::sync::{Mutex, RwLock, RwLockReadGuard, TryLockError};
 use std::time::{Duration, SystemTime};
 
 use ferry_image::{
-    Algorithm, BuildOptions, BuildReport, Digest, ExclusiveStore, Image, InodeShare, LiveSet, Store, build, merge, told,
+    Algorithm, BuildOptions, BuildReport, Digest, ExclusiveStore, Image, InodeShare, LiveSet, Store, build,
+    error_chain, merge,
 };
 use ferry_vfs::sync::{lock, read};
 use rustix::fs::{CWD, Mode, OFlags, openat};
@@ -67,7 +68,7 @@ impl Layers {
     pub fn new(directories: Directories, images: Images, inode_share: bool) -> Result<Self> {
         let builds = match (probe(&directories, images != Images::Never), images) {
             (Err(error), Images::Auto) => {
-                tracing::warn!("{}: committed layers stay directories", told(&error));
+                tracing::warn!("{}: committed layers stay directories", error_chain(&error));
                 probe(&directories, false)?;
                 false
             }
@@ -143,7 +144,7 @@ impl Layers {
 
     fn note_not_built(&self, id: u64, error: &Error) {
         let when = if may_pass(error) { ": it becomes an image when there is room" } else { "" };
-        tracing::warn!("layer {id} stays a directory: {}{when}", told(error));
+        tracing::warn!("layer {id} stays a directory: {}{when}", error_chain(error));
         if !may_pass(error) {
             lock(&self.not_built).insert(id);
         }
@@ -173,7 +174,7 @@ impl Layers {
     pub fn undo(&self, id: u64) {
         self.note_garbage();
         if let Err(error) = self.remove_image(id) {
-            tracing::warn!("{}", told(&error));
+            tracing::warn!("{}", error_chain(&error));
         }
     }
 
@@ -212,7 +213,7 @@ impl Layers {
         if !digest.is_empty() {
             match mount(digest) {
                 Ok(at) => return Some(at),
-                Err(error) => tracing::warn!("layers {id} and below are merged once more: {}", told(&error)),
+                Err(error) => tracing::warn!("layers {id} and below are merged once more: {}", error_chain(&error)),
             }
         }
         let made = self.merge(layers).and_then(|digest| {
@@ -222,7 +223,7 @@ impl Layers {
             mount(&digest)
         });
         made.inspect_err(|error| {
-            tracing::warn!("layers {id} and below are not merged, but stacked by overlayfs: {}", told(error));
+            tracing::warn!("layers {id} and below are not merged, but stacked by overlayfs: {}", error_chain(error));
             if !may_pass(error) {
                 lock(&self.not_merged).insert(id);
             }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use ferry_control::{ExportKind, ExportReport, HeldImage, ServedShare, ShareStatus, UsageReport};
-use ferry_image::told;
+use ferry_image::error_chain;
 
 use crate::config::Config;
 use crate::snapshotter::{Counts, Snapshotter};
@@ -27,7 +27,7 @@ pub fn served(config: &Config, snapshotter: &Arc<Snapshotter>) -> ServedShare {
 
 fn images(snapshotter: &Snapshotter) -> Vec<HeldImage> {
     snapshotter.held_images().unwrap_or_else(|error| {
-        tracing::warn!("cannot tell what holds the images: {}", told(&error));
+        tracing::warn!("cannot tell what holds the images: {}", error_chain(&error));
         Vec::new()
     })
 }
@@ -45,7 +45,7 @@ fn report(snapshotter: &Snapshotter) -> ExportReport {
         .map(|(name, kind, value)| UsageReport { name: name.into(), kind: kind.map(Into::into), value })
         .into(),
         Err(error) => {
-            tracing::warn!("cannot count the snapshots: {}", told(&error));
+            tracing::warn!("cannot count the snapshots: {}", error_chain(&error));
             Vec::new()
         }
     };

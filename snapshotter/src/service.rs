@@ -5,7 +5,7 @@ use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use ferry_image::told;
+use ferry_image::error_chain;
 use hyper::body::Incoming;
 use hyper::{Request, Response};
 use prost::Message;
@@ -44,11 +44,11 @@ impl From<Error> for Status {
             | Error::Merge(_)
             | Error::Lazy { .. }
             | Error::Mount { .. } => {
-                tracing::error!("{}", told(&error));
+                tracing::error!("{}", error_chain(&error));
                 Code::Internal
             }
         };
-        Self::new(code, told(&error))
+        Self::new(code, error_chain(&error))
     }
 }
 

@@ -173,7 +173,9 @@ mod with {
     use std::time::{Duration, Instant};
 
     use anyhow::{Context, bail};
-    use ferry_image::{FetchOptions, FirstFiles, Image, Objects, RepairCounts, Store, Trace, repair_packs, told};
+    use ferry_image::{
+        FetchOptions, FirstFiles, Image, Objects, RepairCounts, Store, Trace, error_chain, repair_packs,
+    };
     use ferry_registry::{
         Client, ConvertOutcome, Counts, LIST_BYTES_MAX, LazyImage, LazyOptions, Limits, Options, Packs, PullOptions,
         PullOutcome, PushOutcome, Remote, list_beside, pull_lazily,
@@ -407,7 +409,7 @@ mod with {
         let trace = match Trace::read_within(&list, LIST_BYTES_MAX) {
             Ok(trace) => trace,
             Err(_) if !list.exists() => return,
-            Err(error) => return tracing::warn!("{}: nothing is fetched first", told(&error)),
+            Err(error) => return tracing::warn!("{}: nothing is fetched first", error_chain(&error)),
         };
         let FirstFiles { files, unknown, unknown_names } = objects.put_first(image, trace.paths());
         tracing::info!("{files} files of {} are fetched first", list.display());
@@ -440,7 +442,7 @@ mod with {
         let fetched = fetch();
         bar.finish_and_clear();
         match (repaired, fetched) {
-            (Err(one), Err(two)) => bail!("{}; {two:#}", told(&one)),
+            (Err(one), Err(two)) => bail!("{}; {two:#}", error_chain(&one)),
             (repaired, fetched) => fetched.and(Ok(repaired?)),
         }
     }

@@ -10,7 +10,7 @@ mod lower;
 use std::fs;
 use std::path::Path;
 
-use ferry_image::{LayerRules, Store, UnpackReport, Whiteouts, hex, told, unpack_layer};
+use ferry_image::{LayerRules, Store, UnpackReport, Whiteouts, error_chain, hex, unpack_layer};
 use ferry_vfs::sync::lock;
 
 pub use api::{Any, ApplyRequest, ApplyResponse, DIFF_SERVICE, Descriptor};
@@ -152,8 +152,8 @@ impl Snapshotter {
             | ferry_image::Error::OwnIdentities
             | ferry_image::Error::TooLarge(_)
             | ferry_image::Error::TooManyPacks(_) => {
-                tracing::warn!("a layer is left to containerd's other differs: {}", told(&error));
-                Error::Unimplemented(told(&error))
+                tracing::warn!("a layer is left to containerd's other differs: {}", error_chain(&error));
+                Error::Unimplemented(error_chain(&error))
             }
             error => error.into(),
         })

@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, RwLock, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferry_image::{Digest, Image, Objects, told};
+use ferry_image::{Digest, Image, Objects, error_chain};
 use ferry_registry::{LazyImage, LazyOptions, Slots, list_beside};
 use ferry_vfs::sync::{lock, read};
 use serde::{Deserialize, Serialize};
@@ -176,7 +176,7 @@ impl Lazy {
                 Some(Arc::new(image))
             }
             Err(error) => {
-                tracing::info!("{}; its layers are unpacked", told(&error));
+                tracing::info!("{}; its layers are unpacked", error_chain(&error));
                 None
             }
         };
@@ -341,11 +341,11 @@ impl Lazy {
             match self.about(&key) {
                 Ok(Some(about)) if repository_of(&about.from) == credentials.repository => {
                     if let Err(error) = credentials.write(&self.directory(&key)) {
-                        tracing::warn!("the credentials of a pull are not used: {}", told(&error));
+                        tracing::warn!("the credentials of a pull are not used: {}", error_chain(&error));
                     }
                 }
                 Ok(_) => {}
-                Err(error) => tracing::warn!("{}", told(&error)),
+                Err(error) => tracing::warn!("{}", error_chain(&error)),
             }
         }
     }
@@ -374,7 +374,7 @@ impl Lazy {
             MountState::Dead => {}
         }
         if let Err(error) = self.list_first(key) {
-            tracing::warn!("{}: files are fetched in the order of the layers", told(&error));
+            tracing::warn!("{}: files are fetched in the order of the layers", error_chain(&error));
         }
         let job = Job {
             image: &directory.join("image"),
@@ -407,13 +407,13 @@ impl Lazy {
                 Ok(false) => return,
                 // It may pass, as too many open files do.
                 Err(error) => {
-                    tracing::warn!("{}", told(&error));
+                    tracing::warn!("{}", error_chain(&error));
                     continue;
                 }
             }
             match self.mount(key, None) {
                 Ok(_) => return,
-                Err(error) => tracing::warn!("{}", told(&error)),
+                Err(error) => tracing::warn!("{}", error_chain(&error)),
             }
         }
     }
@@ -490,7 +490,7 @@ impl Lazy {
                     Err(error) => Err(error),
                 };
                 if let Err(error) = revived {
-                    tracing::warn!("{}", told(&error));
+                    tracing::warn!("{}", error_chain(&error));
                     process::on_thread(lazy.on_end(&key));
                 }
             }

@@ -36,7 +36,7 @@ pub use format::check::{Report, check};
 pub use format::composefs::COMPOSEFS_VERSION_MAX;
 pub use format::data::{ChunkIndex, Data, PackRef, Run, Runs};
 pub use format::digest::{Algorithm, DIGEST_BYTES, Digest, bytes_of_hex, hex};
-pub use format::error::{Error, Flaw, ImageResult, Result, told};
+pub use format::error::{Error, Flaw, ImageResult, Result, error_chain};
 pub use format::image::{Entries, Entry, IMAGE_BYTES_MAX, Image, Inode, Nid, Xattr};
 pub use format::index::{Index, Object};
 pub use format::layer_index::{Compression, LAYER_CHUNK_BYTES_MAX, LayerBlob};

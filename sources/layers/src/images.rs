@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_image::told;
+use ferry_image::error_chain;
 use ferry_registry::{Client, ContainerImage, Options, Remote};
 use ferry_vfs::sync::lock;
 
@@ -86,7 +86,7 @@ impl Images {
         let fetched = ContainerImage::find(&known.remote).and_then(|image| {
             image.map(Arc::new).ok_or_else(|| ferry_registry::Error::NoImage(format!("{reference}, as a container's")))
         });
-        let image = fetched.as_ref().map(Arc::clone).map_err(|error| told(error));
+        let image = fetched.as_ref().map(Arc::clone).map_err(|error| error_chain(error));
         *found = Some(CachedManifest { at: Instant::now(), image });
         Ok(fetched?)
     }

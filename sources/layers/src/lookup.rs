@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferry_image::{FetchOptions, Image, Source, told};
+use ferry_image::{FetchOptions, Image, Source, error_chain};
 use ferry_registry::{ContainerImage, Sha256, StackedLayer, fetch_layer, pull_metadata};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, RatelimitedLog};
@@ -109,9 +109,12 @@ impl Finder {
             match finder.open(reference, name) {
                 Ok((entry, source)) => finder.tree.mount(&end.key, &entry, source),
                 // A layer without a table of contents is not an error: engines look up each layer.
-                Err(error @ (Error::NoLayer { .. } | Error::Recent(_))) => tracing::debug!("{}", told(&error)),
+                Err(error @ (Error::NoLayer { .. } | Error::Recent(_))) => tracing::debug!("{}", error_chain(&error)),
                 Err(error) => {
-                    tracing::warn!("{reference}: layer {name}: {}; it is left to the engine to pull", told(&error))
+                    tracing::warn!(
+                        "{reference}: layer {name}: {}; it is left to the engine to pull",
+                        error_chain(&error)
+                    )
                 }
             }
             drop(end);
@@ -185,7 +188,7 @@ impl Finder {
 
     /// Logs why the blob of a layer cannot be read.
     pub(crate) fn refuse_blob(log: &RatelimitedLog, error: &Error) -> Errno {
-        log.error(format_args!("{}; its readers get EIO", told(error)));
+        log.error(format_args!("{}; its readers get EIO", error_chain(error)));
         Errno::IO
     }
 }

@@ -99,7 +99,7 @@ impl LayerStore {
     /// Records that an engine begins to use a layer (`known`), or no longer does. Returns `NOENT`, which engines treat as success.
     fn count_use(&self, key: (&str, &str), known: Option<&crate::entry::Entry>) -> Errno {
         if let Err(error) = self.finder.entries.count_use(key, known) {
-            tracing::warn!("cannot count the uses of layer {}: {}", key.1, ferry_image::told(&error));
+            tracing::warn!("cannot count the uses of layer {}: {}", key.1, ferry_image::error_chain(&error));
         }
         Errno::NOENT
     }

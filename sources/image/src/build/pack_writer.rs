@@ -19,7 +19,7 @@ use crate::build::trace::Trace;
 use crate::format::chunk::{self, CHUNK_BYTES};
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Error, IoContext, Result, told};
+use crate::format::error::{Error, IoContext, Result, error_chain};
 use crate::format::flat::{self, Pack};
 use crate::format::index::Places;
 use crate::format::plain_file::UNTRUSTED_OPEN_FLAGS;
@@ -193,7 +193,7 @@ impl ContentWriter for PackWriter {
         if !noted.is_empty()
             && let Err(error) = store.repair_each(noted, None)
         {
-            tracing::warn!("{}: damaged packs in the store are not repaired", told(&error));
+            tracing::warn!("{}: damaged packs in the store are not repaired", error_chain(&error));
         }
         let pack = order.map(|_| NewPack::begin(&store, has_verity)).transpose()?;
         let gather = |(order, pack)| gather(&store, pack, &mut places, (&tree, &chunks), order);

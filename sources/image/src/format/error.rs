@@ -111,7 +111,7 @@ pub enum Error {
         reason: String,
     },
     /// Several independent errors.
-    #[error("{}", all_told(.0))]
+    #[error("{}", error_chains(.0))]
     Several(Vec<Error>),
 }
 
@@ -123,7 +123,7 @@ impl Error {
 }
 
 /// Formats an error and its sources on one line.
-pub fn told(error: &dyn std::error::Error) -> String {
+pub fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
@@ -133,8 +133,8 @@ pub fn told(error: &dyn std::error::Error) -> String {
     text
 }
 
-fn all_told(errors: &[Error]) -> String {
-    errors.iter().map(|error| told(error)).collect::<Vec<_>>().join("; ")
+fn error_chains(errors: &[Error]) -> String {
+    errors.iter().map(|error| error_chain(error)).collect::<Vec<_>>().join("; ")
 }
 
 /// Damage in the bytes of an image.

@@ -18,7 +18,7 @@ use crate::format::composefs::path_of;
 use crate::format::data::{Data, Run};
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Error, IoContext, Result, told};
+use crate::format::error::{Error, IoContext, Result, error_chain};
 use crate::format::image::Image;
 use crate::format::index::Object;
 use crate::format::plain_file;
@@ -68,7 +68,7 @@ impl Objects {
     pub fn open_with(image: &Image, directory: &Path, missing: Option<FetchOptions>) -> Result<Self> {
         // The others remain readable.
         if let Some(Err(error)) = missing.as_ref().map(|missing| repair_packs(image, directory, Some(&*missing.from))) {
-            tracing::warn!("{}: damaged packs in the store are not repaired", told(&error));
+            tracing::warn!("{}: damaged packs in the store are not repaired", error_chain(&error));
         }
         Self::open_repaired(image, directory, missing)
     }

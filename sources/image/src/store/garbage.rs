@@ -13,7 +13,7 @@ use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags, Reso
 use rustix::io::Errno;
 
 use crate::format::digest::Digest;
-use crate::format::error::{Error, ImageResult, IoContext, Result, told};
+use crate::format::error::{Error, ImageResult, IoContext, Result, error_chain};
 use crate::format::image::Image;
 use crate::format::index::pack_name;
 use crate::format::plain_file;
@@ -233,7 +233,7 @@ impl ExclusiveStore {
                 Ok(false) => continue,
                 Err(error) if metadata.is_dir() && is_refused(&error) => {
                     // Of another user's download: that user or root removes it.
-                    tracing::warn!("{}: it is left", told(&error));
+                    tracing::warn!("{}: it is left", error_chain(&error));
                     continue;
                 }
                 Err(error) => return Err(error),

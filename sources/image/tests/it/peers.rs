@@ -23,7 +23,7 @@ fn built(bench: &Bench, source: &str) -> Result<Tree, String> {
     let options = BuildOptions { threads: 2, layout: Layout::Flat, ..BuildOptions::default() };
     let store = Store::create(&bench.store()).expect("a store can be made");
     build(Path::new(source), &bench.path("image"), store, &options, &|_, _| {})
-        .map_err(|error| ferry_image::told(&error))?;
+        .map_err(|error| ferry_image::error_chain(&error))?;
     let source = Source::open(&bench.path("image"), &bench.store(), None).expect("it was built");
     assert_eq!(ferry_image::check(source.image()).findings, Vec::<String>::new());
     Ok(facts_of_image(&source))
