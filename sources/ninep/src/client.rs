@@ -210,9 +210,11 @@ impl Shared {
         mut act: impl FnMut(&OwnedFid) -> Outcome<T>,
     ) -> Outcome<T> {
         let open = if writes { inode.open_write_fid(session) } else { inode.opened_fid(session) };
-        match open {
-            Some(fid) => act(&fid),
-            None => self.by_any_fid(session, inode, act),
+        let outcome = open.map(|fid| act(&fid));
+        match outcome {
+            // diod finds attributes by path of an open fid, too, and this client may have renamed a directory above.
+            None | Some(Err(RequestError::Errno(Errno::NOENT | Errno::STALE))) => self.by_any_fid(session, inode, act),
+            Some(outcome) => outcome,
         }
     }
 
