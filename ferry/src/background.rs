@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::RawFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Stdio};
 
@@ -12,6 +13,7 @@ use anyhow::{Context, Result, bail};
 pub fn start(line: &[OsString], json: bool) -> Result<u8> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("ferry").args(line.get(1..).unwrap_or_default());
+    ferry_isolation::inherit_only(&mut command, descriptors_in(line));
     // Until the mount exists, errors and warnings go to this process's standard error.
     let mut child =
         command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().context("cannot start the background server")?;
@@ -29,6 +31,19 @@ pub fn start(line: &[OsString], json: bool) -> Result<u8> {
         std::io::stdout().write_all(ready.as_bytes()).context("cannot write to standard output")?;
     }
     Ok(0)
+}
+
+/// Returns the descriptors that paths of a command line name, as a shell writes them for `<(command)`: `/dev/fd/63`.
+fn descriptors_in(line: &[OsString]) -> Vec<RawFd> {
+    let of_word = |word: &OsString| {
+        let word = word.to_string_lossy();
+        let numbers = word.split("/fd/").skip(1).map(|rest| {
+            let end = rest.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(rest.len());
+            rest[..end].parse().ok()
+        });
+        numbers.flatten().collect::<Vec<_>>()
+    };
+    line.iter().flat_map(of_word).collect()
 }
 
 /// What a background process leaves once the mount exists.
@@ -55,5 +70,16 @@ impl Terminal {
         rustix::stdio::dup2_stderr(log.as_ref().unwrap_or(error)).context("cannot replace standard error")?;
         // The start directory can then be unmounted.
         std::env::set_current_dir("/").context("cannot enter /")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_that_the_command_line_names_are_found() {
+        let line = ["ferry", "mount", "-o", "ro,client-key=/dev/fd/63", "--server-ca=/proc/self/fd/7", "/fd/x", "/fd/"];
+        assert_eq!(descriptors_in(&line.map(OsString::from)), [63, 7]);
     }
 }

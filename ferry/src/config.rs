@@ -303,7 +303,6 @@ mod tests {
             file = "disk.raw"
             vhost-user = "d.sock"
             cache = "writethrough"
-            read-only = true
             serial = "one"
             queues = 2
             poll-us = 0
@@ -314,6 +313,7 @@ mod tests {
             file = "/srv/root.qcow2"
             format = "qcow2"
             backing-dir = "base"
+            read-only = true
             fd = 7
         "#;
         let File { shares, disks, .. } = parse(text, Path::new("/etc/ferry")).expect("a good file");
@@ -321,7 +321,7 @@ mod tests {
         assert_eq!(disks[0].file.as_deref(), Some(Path::new("/etc/ferry/disk.raw")));
         assert_eq!(disks[0].vhost_user.as_deref(), Some(Path::new("/etc/ferry/d.sock")));
         assert_eq!((disks[0].cache, disks[0].io), (Some(disk::Cache::Writethrough), disk::IoPath::Sync));
-        assert!(disks[0].read_only && disks[0].resize.is_some_and(|size| size.0 == 1 << 30));
+        assert!(disks[1].read_only && disks[0].resize.is_some_and(|size| size.0 == 1 << 30));
         assert_eq!((disks[1].fd, disks[1].format), (Some(7), Some(ferry_disk::Format::Qcow2)));
         assert_eq!(disks[1].backing_dir.as_deref(), Some(Path::new("/etc/ferry/base")));
         let image = "[[disk]]\nfile = \"image:a\"\nvhost-user = \"s\"\nstore = \"b\"";
@@ -369,6 +369,10 @@ mod tests {
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\npoll-us = 1000001", "poll-us = 1000001"),
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nformat = \"vmdk\"", "not a known format"),
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\njson = true", "unknown field `json`"),
+            (
+                "[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nread-only = true\nresize = \"1G\"",
+                "resize and read-only exclude",
+            ),
             ("[[disk]]\nfile = \"image:a\"\nvhost-user = \"s\"", "image:PATH needs store"),
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nstore = \"b\"", "store is for image:PATH"),
             (

@@ -262,8 +262,8 @@ impl Args {
         }
     }
 
-    /// Checks flags that conflict with the kind of file.
-    fn check_image(&self) -> Result<(), String> {
+    /// Checks flags that conflict with the kind of file or each other.
+    fn check_flags(&self) -> Result<(), String> {
         let word = self.file.as_deref().or(self.blk_file.as_deref()).unwrap_or(Path::new("")).display();
         let of_images = [(self.store.is_some(), "store"), (self.digest.is_some(), "digest")];
         let of_files = [
@@ -285,13 +285,22 @@ impl Args {
             None if is_image && self.store.is_none() => {
                 Err(format!("image:PATH needs --store, the directory with the data of the files of {word}"))
             }
+            None if self.backing_dir.is_some() && self.format != Some(ferry_disk::Format::Qcow2) => {
+                Err(format!("--backing-dir is for qcow2 images, and {word} is raw: add --format qcow2, or omit it"))
+            }
+            None if self.resize.is_some() && self.read_only => {
+                Err("--resize and --read-only exclude each other; omit one".into())
+            }
+            None if self.pin_memory && self.io == IoPath::Sync => {
+                Err("--pin-memory is for io_uring, which --io sync does not use: omit one".into())
+            }
             None => Ok(()),
         }
     }
 
     /// Opens it. Afterwards it needs no path and has no thread; `begin` starts the threads of an image.
     fn open(&self) -> Result<Open> {
-        self.check_image().map_err(anyhow::Error::msg).map_err(misuse)?;
+        self.check_flags().map_err(anyhow::Error::msg).map_err(misuse)?;
         let (Some(path), Some(store)) = (self.image(), &self.store) else {
             let path = self.path()?;
             let (disk, made) = ferry_disk::open_or_make(path, &self.disk_options())?;
@@ -320,7 +329,7 @@ impl Args {
             (Some(_), Some(_)) => return Err("it has both vhost-user and fd; keep one".into()),
             _ => {}
         }
-        self.check_image().map_err(|why| as_keys(&why))
+        self.check_flags().map_err(|why| as_keys(&why))
     }
 
     fn disk_options(&self) -> ferry_disk::Options {
@@ -364,10 +373,16 @@ impl Args {
     /// Grows a disk without a socket.
     fn only_resize(&self) -> Result<()> {
         let path = self.path()?;
-        self.check_image().map_err(anyhow::Error::msg).map_err(misuse)?;
+        self.check_flags().map_err(anyhow::Error::msg).map_err(misuse)?;
         let missing =
             || anyhow!("'--vhost-user <SOCKET>' is missing after {} (or --resize, to grow it)", path.display());
         let size = self.resize.ok_or_else(|| misuse(missing()))?;
+        let of_served =
+            [(self.metrics.is_some(), "metrics"), (self.trace.is_some(), "trace"), (self.limit.is_some(), "limit")];
+        if let Some((_, flag)) = of_served.iter().find(|(given, _)| *given) {
+            let why = "is for disks that are served: add --vhost-user, or omit it";
+            return Err(misuse(anyhow!("--{flag} {why}")));
+        }
         Ok(ferry_disk::grow(path, size.0, &self.disk_options())?)
     }
 }

@@ -253,6 +253,12 @@ pub mod tests {
         Ok(std::iter::once(share_of(cli)?).chain(more).collect())
     }
 
+    fn shares_or_mount(line: &str) {
+        if let Err(error) = parse(line.split(' ').map(OsString::from)) {
+            panic!("{line}: {error}");
+        }
+    }
+
     fn refused(line: &str) -> String {
         shares(line).expect_err(line).to_string()
     }
@@ -372,6 +378,18 @@ pub mod tests {
     }
 
     #[test]
+    fn flags_are_taken_where_they_have_an_effect() {
+        for line in [
+            "ferry share /a --9p vhost-user:s --tag x --poll-us 0",
+            "ferry share /a --mount m --9p unix:s --entry-timeout 1 --poll-us 0",
+            "ferry share /a --mount m --virtiofs s --once",
+            "ferry mount /a /m --allow-direct-io --attr-timeout 1",
+        ] {
+            shares_or_mount(line);
+        }
+    }
+
+    #[test]
     fn mistakes_are_named() {
         for (line, word) in [
             ("ferry share /a --virtiofs s --tag x --tag y", "'--tag <NAME>' cannot be used multiple times"),
@@ -387,6 +405,19 @@ pub mod tests {
             ("ferry share", "<SOURCE>"),
             ("ferry share mem --mount m --tier2 f", "tier2 is for pmem"),
             ("ferry share /a --virtiofs s --path uring", "path is for mounts"),
+            ("ferry share /a --mount m --queues 2", "queues is for virtual machines"),
+            ("ferry share /a --9p vhost-user:s --queues 2", "queues is for virtual machines"),
+            ("ferry share /a --mount m --9p unix:s --tag x", "tag is for virtual machines"),
+            ("ferry share /a --9p unix:s --migration-on-error guest-error", "migration-on-error is for virtual"),
+            ("ferry share /a --mount m --migration-mode file-handles", "migration-mode is for virtual machines"),
+            ("ferry share /a --9p unix:s --migration-verify-handles", "migration-verify-handles is for virtual"),
+            ("ferry share /a --virtiofs s --9p unix:t --once", "once and --9p exclude each other"),
+            ("ferry share /a --mount m --poll-us 0", "poll-us is for sockets, and /a has none"),
+            ("ferry share /a --9p unix:s --entry-timeout 1", "entry-timeout is for virtual machines and mounts"),
+            ("ferry share /a --9p unix:s --attr-timeout 1", "attr-timeout is for virtual machines and mounts"),
+            ("ferry share /a --9p unix:s --negative-timeout 1", "negative-timeout is for virtual machines and"),
+            ("ferry mount mem /m --allow-direct-io", "allow-direct-io is for directories, and mem"),
+            ("ferry share 9p:unix:s --virtiofs v --allow-direct-io", "allow-direct-io is for directories"),
             ("ferry mount", "<SOURCE>"),
             ("ferry mount mem", "<MOUNTPOINT>"),
             ("ferry mount mem /m --queues 3", "unexpected argument '--queues'"),

@@ -90,6 +90,7 @@ impl Guardian {
     pub fn start(duty: GuardianTask<'_>) -> Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg0(NAME).env_clear().current_dir("/").stderr(Stdio::piped());
+        ferry_isolation::inherit_only(&mut command, Vec::new());
         let args: Vec<OsString> = match duty {
             GuardianTask::Connection { mountpoint, switch, resumable: None } => {
                 command.stdin(Stdio::null()).stdout(switch);

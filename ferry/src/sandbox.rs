@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 pub use connector::ServerAccess;
 use ferry_9p_client::Connector;
 use ferry_isolation::{
@@ -347,6 +347,7 @@ impl Confinement {
     /// Drops capabilities, except those that opening sources needs. A user in a user namespace drops all: their effect there
     /// would surprise a user who has none outside.
     fn inside(self, places: Option<Vec<PathBuf>>, is_fenced: bool, as_user: bool) -> Result<SandboxSide> {
+        self.check_modcaps()?;
         let kept = self.kept(self.needed, as_user)?;
         let connectors = self.connectors(is_fenced, as_user)?;
         if let Some(places) = &places {
@@ -363,6 +364,17 @@ impl Confinement {
         }
         kept.limit(if as_user { Capabilities::NONE } else { Capabilities::MOUNTS })?;
         Ok(SandboxSide::Inside(Box::new(Inside { confinement: self, places, kept, is_fenced, connectors })))
+    }
+
+    /// Checks that this process has the capabilities to keep. In a user namespace, it has all of those of the namespace.
+    fn check_modcaps(&self) -> Result<()> {
+        let Some(list) = &self.sandbox_flags.modcaps else { return Ok(()) };
+        let missing = Capabilities::NONE.modified(&list.0)?.without(Capabilities::of_thread()?);
+        ensure!(
+            missing == Capabilities::NONE,
+            "--modcaps: this process lacks {missing}: add it to CapabilityBoundingSet= of the service, start ferry as root, or omit it"
+        );
+        Ok(())
     }
 
     /// Returns the needed capabilities that stay.

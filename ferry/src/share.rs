@@ -91,6 +91,7 @@ impl<'a> Start<'a> {
         Ok((
             Shares {
                 start: self,
+                is_confined,
                 control,
                 metrics,
                 trace,
@@ -108,7 +109,8 @@ impl<'a> Start<'a> {
 /// The shares of a process. Fields are dropped in their order: exports before their sources.
 struct Shares<'a> {
     start: Start<'a>,
-    /// The control server, and its socket until it is started.
+    is_confined: bool,
+    /// The control server, and its socket until it is started. Without a sandbox it is created then.
     control: (Option<Control>, Option<Socket>),
     /// The same for metrics.
     metrics: (Option<MetricsServer>, Option<MetricsSocket>),
@@ -163,7 +165,8 @@ impl Serve for Shares<'_> {
             self.metrics.0 = Some(MetricsServer::start(socket, Arc::clone(&self.up), OWNER.pid)?);
         }
         let (up, logging) = (Arc::clone(&self.up), self.start.logging.clone());
-        self.control.0 = Control::start(self.control.1.take().or_else(Control::bind), up, logging, OWNER);
+        let socket = if self.is_confined { self.control.1.take() } else { Control::bind() };
+        self.control.0 = Control::start(socket, up, logging, OWNER);
         Ok(())
     }
 

@@ -20,7 +20,7 @@ use crate::image::registry::{LayerOptions, Origin};
 use crate::remote;
 
 pub use opening::Sources;
-pub use overlap::quota_conflict;
+pub use overlap::{quota_conflict, share_memory};
 
 /// The flags of a source, without those of its exports.
 #[derive(Clone, Debug, PartialEq)]

@@ -92,6 +92,12 @@ impl Capabilities {
         Self(self.0 & other.0)
     }
 
+    /// Returns the capabilities of this set that are not in another.
+    #[must_use]
+    pub fn without(self, other: Self) -> Self {
+        Self(self.0 - other.0)
+    }
+
     /// Returns whether the set allows changing the root directory.
     #[must_use]
     pub const fn can_change_root(self) -> bool {

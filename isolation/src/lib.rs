@@ -41,6 +41,10 @@ pub use root::{Access, Root, View};
 pub use supervisor::{BlockedSignals, Child, End, ReceivedSignal, Supervisor};
 pub use syscalls::{Action, Filter, Role};
 
+use std::os::fd::RawFd;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
 use rustix::io::Errno;
 
 /// Why a layer of the sandbox is not available.
@@ -81,6 +85,25 @@ pub enum Error {
 
 /// A result with this crate's errors.
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// The first descriptor after the standard streams.
+const FIRST_INHERITED: libc::c_uint = 3;
+
+/// Lets a command inherit only its standard streams and the descriptors `kept`. Before Linux 5.11 it inherits all of
+/// this process.
+pub fn inherit_only(command: &mut Command, kept: Vec<RawFd>) -> &mut Command {
+    let close = move || {
+        // SAFETY: the call changes flags of this process's own descriptors.
+        unsafe { libc::syscall(libc::SYS_close_range, FIRST_INHERITED, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+        for number in &kept {
+            // SAFETY: the call changes a flag; it fails for a number that is not open.
+            unsafe { libc::fcntl(*number, libc::F_SETFD, 0) };
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec, the function only makes system calls and reads its own memory.
+    unsafe { command.pre_exec(close) }
+}
 
 /// Sets no_new_privs permanently: executing set-user-id programs or programs with file capabilities adds no privileges.
 ///

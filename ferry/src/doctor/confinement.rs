@@ -37,12 +37,24 @@ fn namespaces() -> Check {
         Ok(()) => check.found("a server can have its own"),
         Err(error) => {
             let setting = userns_setting(|file| fs::read_to_string(format!("/proc/sys/{file}")).ok());
-            let (found, remedy) = match setting {
-                Some((setting, command)) => (format!("{error} ({setting})"), command),
-                None => (error.to_string(), "# run ferry outside of the container, or with CAP_SYS_ADMIN"),
-            };
+            let (found, remedy) = without_namespaces(&error, setting);
             check.lacks(found, "a server sees all files of this host that its user may read", remedy)
         }
+    }
+}
+
+/// What is wrong, and the remedy. The child that tests namespaces reports errors as text.
+fn without_namespaces(
+    error: &ferry_isolation::Error,
+    setting: Option<(String, &'static str)>,
+) -> (String, &'static str) {
+    let text = error.to_string();
+    match setting {
+        _ if text.contains(&Errno::NOSYS.to_string()) => {
+            (text, "# boot Linux 5.12 or later, or allow mount_setattr in the seccomp profile of the container")
+        }
+        Some((setting, command)) => (format!("{text} ({setting})"), command),
+        None => (text, "# run ferry outside of the container, or with CAP_SYS_ADMIN"),
     }
 }
 
@@ -120,6 +132,21 @@ mod tests {
             assert_eq!(with(file, value), None, "{file} {value:?}");
         }
         assert_eq!(userns_setting(|_| None), None);
+    }
+
+    #[test]
+    fn the_remedy_for_missing_namespaces_fits_the_error() {
+        let setting = || Some(("kernel.a=0".to_owned(), "sysctl -w kernel.a=1"));
+        for (errno, setting, words) in [
+            (Errno::NOSYS, None, "Linux 5.12"),
+            (Errno::NOSYS, setting(), "Linux 5.12"),
+            (Errno::PERM, setting(), "sysctl -w kernel.a=1"),
+            (Errno::PERM, None, "outside of the container"),
+        ] {
+            let step = "cannot make the new root read-only".to_owned();
+            let (_, remedy) = without_namespaces(&ferry_isolation::Error::Namespaces { step, errno }, setting);
+            assert!(remedy.contains(words), "{errno}: {remedy}");
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::fmt::Display;
 use super::address::{Address, Users};
 use super::share::Share;
 use super::source::{Kind, Server};
-use super::values::{Acl, Cache, FileHandles, Passthrough, Watch};
+use super::values::{Acl, Cache, FileHandles, MigrationMode, OnMigrationError, Passthrough, Watch};
 use crate::size::Size;
 
 /// The minimum cache of a 9P server: a smaller one would evict its own read-ahead.
@@ -33,6 +33,13 @@ impl Share {
             (self.threads.is_some(), "threads"),
             (self.depth.is_some(), "depth"),
         ];
+        let of_fuse = [
+            (self.local_locks, "local-locks"),
+            (self.allow_idmap, "allow-idmap"),
+            (self.entry_timeout.is_some(), "entry-timeout"),
+            (self.attr_timeout.is_some(), "attr-timeout"),
+            (self.negative_timeout.is_some(), "negative-timeout"),
+        ];
         let of_tls = [
             (self.tls_cert.is_some(), "tls-cert"),
             (self.tls_key.is_some(), "tls-key"),
@@ -58,6 +65,7 @@ impl Share {
             (self.inode_file_handles != FileHandles::default(), "inode-file-handles"),
             (self.watch != Watch::default(), "watch"),
             (self.quota.is_some(), "quota"),
+            (self.allow_direct_io, "allow-direct-io"),
             // Files in memory publish what happens, and so may a server; others only a part of it.
             (self.events && !matches!(kind, Kind::Mem | Kind::Pmem(_) | Kind::Ninep(_)), "events"),
         ];
@@ -109,6 +117,13 @@ impl Share {
                 "{source} is shared with TLS, which needs --tls-cert and --tls-key, both files in PEM"
             ));
         }
+        let has_device = self.virtiofs.is_some() || self.fd.is_some();
+        if let (false, Some(flag)) = (has_device || self.mount.is_some(), given(&of_fuse)) {
+            return Some(format!(
+                "--{flag} is for virtual machines and mounts, and {source} is shared with neither: 9P clients choose their own caches \
+                 and locks"
+            ));
+        }
         match kind {
             Kind::Mem if self.tier2.is_some() => Some("--tier2 is for pmem:PATH; mem has one tier".into()),
             _ if self.tier2_size.is_some() && self.tier2.is_none() => Some("--tier2-size needs --tier2".into()),
@@ -127,16 +142,11 @@ impl Share {
             _ if self.quota.is_some() && self.dax.is_some_and(|window| window.0.is_some()) => {
                 Some("--quota and --dax exclude each other, because mapped data are not counted; omit one".into())
             }
-            _ if self.local_locks && self.mount.is_none() && self.virtiofs.is_none() && self.fd.is_none() => {
-                Some(format!(
-                    "--local-locks is for virtual machines and mounts, and {source} is shared with neither: 9P clients choose their own locking"
-                ))
-            }
-            _ if self.allow_idmap && self.mount.is_none() && self.virtiofs.is_none() && self.fd.is_none() => {
-                Some(format!("--allow-idmap is for virtual machines and mounts, and {source} is shared with neither"))
-            }
             _ if self.mount.is_none() => given(&of_mounts)
                 .map(|flag| format!("--{flag} is for mounts, and {source} is not mounted: add --mount, or omit it")),
+            _ if self.poll_us.is_some() && !has_device && self.ninep.is_none() => {
+                Some(format!("--poll-us is for sockets, and {source} has none: mounts do not poll"))
+            }
             _ => None,
         }
     }
@@ -148,6 +158,12 @@ impl Share {
             (self.posix_acl != Acl::default() && self.ninep.is_none(), "posix-acl"),
             (self.security_label.is_some(), "security-label"),
             (self.once, "once"),
+            (self.queues.is_some(), "queues"),
+            // A virtio-9p device has a tag, too.
+            (self.tag.is_some() && !matches!(self.ninep, Some(Address::VhostUser(_))), "tag"),
+            (self.migration_on_error != OnMigrationError::default(), "migration-on-error"),
+            (self.migration_mode != MigrationMode::default(), "migration-mode"),
+            (self.migration_verify_handles, "migration-verify-handles"),
             (self.no_mmap, "no-mmap"),
             (self.no_readdirplus, "no-readdirplus"),
             (self.dax.is_some(), "dax"),
@@ -157,6 +173,9 @@ impl Share {
             Some(flag) if self.virtiofs.is_none() && self.fd.is_none() => {
                 Some(format!("--{flag} is for virtual machines, and {source} is not shared with one: add --virtiofs"))
             }
+            _ if self.once && self.ninep.is_some() => Some(
+                "--once and --9p exclude each other, because a server for 9P clients does not end: omit one".into(),
+            ),
             _ if self.posix_acl == Acl::Always && self.no_xattr => {
                 Some("--posix-acl always needs extended attributes; omit --no-xattr".into())
             }

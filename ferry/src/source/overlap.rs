@@ -5,6 +5,11 @@ use std::path::Path;
 use super::Options;
 use crate::flags::{Kind, Share};
 
+/// Whether two shares have one tree of memory, if one process serves them.
+pub fn share_memory(share: &Share, other: &Share) -> bool {
+    share.kind() == Kind::Mem && other.kind() == Kind::Mem && Options::of(share) == Options::of(other)
+}
+
 /// Returns a conflict between shares: one would change the tree of another one's quota without being counted.
 pub fn quota_conflict(shares: &[Share]) -> Option<String> {
     if shares.iter().all(|share| share.quota.is_none()) {

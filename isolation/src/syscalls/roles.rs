@@ -120,7 +120,8 @@ pub(super) const OF_HELPERS: &[c_long] = calls! {
 
 /// The additional calls of the supervisor. It opens no files.
 pub(super) const OF_SUPERVISOR: &[c_long] = calls! {
-    SYS_wait4 SYS_waitid SYS_kill SYS_rt_sigtimedwait SYS_statx SYS_newfstatat SYS_ppoll SYS_read SYS_signalfd4
+    SYS_wait4 SYS_waitid SYS_kill SYS_rt_sigtimedwait SYS_fstat SYS_statx SYS_newfstatat SYS_ppoll SYS_read
+    SYS_signalfd4
     #[cfg(target_arch = "x86_64")]
     SYS_lstat
     #[cfg(target_arch = "x86_64")]

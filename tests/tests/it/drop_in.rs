@@ -335,22 +335,41 @@ fn it_keeps_the_capabilities_that_virtiofsd_keeps() {
     }
 }
 
-/// A second one for the same socket leaves the first one's number alone, and one after that has the file.
 #[test]
 fn a_server_that_does_not_start_leaves_no_file_with_its_number() {
     let directory = tempfile::tempdir().unwrap();
     let program = &programs(directory.path())[0];
-    for words in [["--shared-dir", "nowhere"], ["--shared-dir", "/dev/null"]] {
+    for (words, error) in [
+        ("--shared-dir nowhere", "cannot share"),
+        ("--shared-dir /dev/null", "cannot share"),
+        // Only the process inside the sandbox finds this.
+        ("--shared-dir . --posix-acl=always --xattrmap=:map::user.virtiofs.:", "--posix-acl always"),
+    ] {
         let mut command = Command::new(program);
-        command.arg("--socket-path").arg(directory.path().join("s")).args(words).current_dir(directory.path());
+        command.arg("--socket-path").arg(directory.path().join("s")).args(words.split(' '));
+        command.current_dir(directory.path());
         let mut started = RunningProgram::new(command.stdin(Stdio::null()).env_remove("FERRY_LOG"));
         let ended = started.wait(SOON).expect("it ends");
         let said = started.said().1;
-        assert!(!ended.success() && said.contains("cannot share"), "{said}");
+        assert!(ended.code() == Some(1) && said.contains(error), "{ended}: {said}");
         assert!(!directory.path().join("s.pid").exists(), "{words:?}");
     }
+    let served = Served::start(program, "");
+    let (started, file) = (rustix::process::Pid::from_child(&served.child), served.directory.path().join("s.pid"));
+    // The reply comes from the process inside.
+    let mut driver = Driver::connect(served.socket(), Config { timeout: SOON, ..Config::default() }).unwrap();
+    driver.init().unwrap();
+    let inside = InnerProcess::of(started).pid();
+    if inside == started {
+        return ferry_skip::skip!("no namespaces here");
+    }
+    rustix::process::kill_process(inside, rustix::process::Signal::KILL).unwrap();
+    served.wait_for("its end", |_| InnerProcess::only(started).is_gone());
+    assert!(!fs::exists(&file).unwrap(), "the file with its number is left behind");
+    assert_eq!(served.end(), Some(128 + 9));
 }
 
+/// A second one for the same socket leaves the first one's number alone, and one after that has the file.
 #[test]
 fn the_number_of_a_server_that_runs_stays_in_its_file() {
     let directory = tempfile::tempdir().unwrap();

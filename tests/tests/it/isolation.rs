@@ -13,6 +13,7 @@ use std::time::Instant;
 use ferry_driver::load::{self, Load, LoadTarget, Op};
 use ferry_driver::{Caller, Error, ROOT};
 use ferry_isolation::Capabilities;
+use ferry_tests::mounts::RunningProgram;
 use ferry_tests::sandboxed::{SOON, Served, TICK, USER, UserHome, as_user, is_root};
 use ferry_tests::{Place, directory};
 use rustix::process::{Signal, kill_process};
@@ -534,6 +535,62 @@ fn unsuitable_options_are_refused() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && said.contains(words), "{line}: {said}");
     }
+}
+
+/// A capability that the process does not have cannot be kept.
+#[test]
+fn a_missing_capability_is_named() {
+    if !is_root() {
+        return;
+    }
+    let without = ["setpriv", "--bounding-set=-lease", "--inh-caps=-lease"];
+    for sandbox in ["namespace", "chroot", "none"] {
+        let home = tree_of(0);
+        let line = format!("share shared --virtiofs s --sandbox {sandbox} --modcaps -mknod:+chown:+lease");
+        let mut started = RunningProgram::new(home.command(&without, &line).stdin(Stdio::null()));
+        let ended = started.wait(SOON).unwrap_or_else(|| panic!("{sandbox}: it serves"));
+        let said = started.said().1;
+        assert_eq!(ended.code(), Some(1), "{sandbox}: {said}");
+        assert!(said.contains("--modcaps: this process lacks LEASE:"), "{sandbox}: {said}");
+        assert!(said.contains("CapabilityBoundingSet=") && !home.at("s").exists(), "{sandbox}: {said}");
+    }
+    // A user has all capabilities in the user namespace of the server.
+    let served = serve(USER, "--modcaps +lease --map-user auto");
+    is_used(&served);
+    served.inside.has_capabilities(Capabilities::NONE.modified("+lease").unwrap().bits());
+}
+
+/// The sandbox forbids to create a control socket, so a server whose socket could not be created does not try again.
+#[test]
+fn a_server_without_a_control_socket_serves() {
+    if !is_root() {
+        return;
+    }
+    let home = tree_of(USER);
+    // Something else is where its socket would be.
+    const SCRIPT: &str = "mkdir -m 700 ferry && mkdir ferry/$$ && chown -R 1234 ferry && exec \"$@\"";
+    let command = home.command(
+        &["sh", "-c", SCRIPT, "sh"],
+        "--log warn share shared --virtiofs s --json --sandbox none --map-user auto",
+    );
+    let mut served = home.serve_by(command);
+    is_used(&served);
+    assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
+    assert_eq!(served.said().matches("WARN").count(), 1, "{}", served.said());
+}
+
+/// The memory of a guest is not in a core dump of its server.
+#[test]
+fn a_core_dump_has_no_memory_of_a_guest() {
+    let served = serve(rustix::process::geteuid().as_raw(), "");
+    let _guest = served.guest();
+    let mappings = fs::read_to_string(served.inside.file("smaps")).unwrap();
+    let flags = |name: &str| {
+        let mapping = mappings.split_once(name).map(|(_, rest)| rest).unwrap_or_else(|| panic!("{name}: {mappings}"));
+        mapping.lines().find_map(|line| line.strip_prefix("VmFlags:")).unwrap().to_owned()
+    };
+    let of_guest = flags("memfd:");
+    assert!(of_guest.split(' ').any(|flag| flag == "dd"), "{of_guest}");
 }
 
 /// A descriptor of a file keeps its bytes on the host, whoever deletes it. A guest that is never told of that keeps the
