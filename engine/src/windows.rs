@@ -5,7 +5,8 @@
 //! truncates. Meanwhile that range cannot be mapped ([`Claim::limit`]).
 //!
 //! A store into a hole, or into blocks that other files share, is a SIGBUS on a full disk, too. So holes are not punched where
-//! windows may store ([`Windows::punch`]), and ranges copied there get blocks of their own ([`Windows::copied`]).
+//! windows may store ([`Windows::punch`]), and ranges that are copied or appear there get blocks of their own
+//! ([`Windows::fill`]).
 //!
 //! There is one table for the whole process ([`Windows::of_process`]), and files are identified by device and inode
 //! number, because two sources may have the same one.
@@ -18,7 +19,8 @@ use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, fallocate, fstat};
+use rustix::io::{pwrite, retry_on_intr};
 
 use ferry_vfs::{Errno, Result, SessionId};
 
@@ -27,6 +29,9 @@ use ferry_vfs::sync::lock;
 /// How long all windows together may take. A running virtual machine monitor takes milliseconds; a stopped one must
 /// not delay other clients.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+
+/// Zeros to write, a chunk at a time.
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// The page of all hosts that have windows: the end of a file within one leaves the whole page there.
 const PAGE_BYTES: u64 = 4096;
@@ -194,7 +199,7 @@ impl Windows {
     }
 
     /// Punches a hole into a file, but where windows may store: there the bytes become 0, and the blocks stay. `change` is
-    /// `fallocate(2)` of the file; `ZERO_RANGE` is asked for only there, and plain allocation where that fails.
+    /// `fallocate(2)` of the file; `ZERO_RANGE` is asked for only there ([`Windows::zero`] for file systems without it).
     ///
     /// # Errors
     /// Those of `change`.
@@ -205,36 +210,64 @@ impl Windows {
         change: impl Fn(FallocateFlags, Range<u64>) -> Result<()>,
     ) -> Result<()> {
         let keep = FallocateFlags::KEEP_SIZE;
-        let punch = |hole: Range<u64>| match hole.is_empty() {
-            true => Ok(()),
-            false => change(FallocateFlags::PUNCH_HOLE | keep, hole),
-        };
+        let mut holes = Vec::new();
         let mut from = part.start;
         for kept in self.stored(&file, &part) {
             let kept = kept.start.max(from)..kept.end;
             if kept.is_empty() {
                 continue;
             }
-            punch(from..kept.start)?;
+            holes.push(from..kept.start);
             from = kept.end;
-            match change(FallocateFlags::ZERO_RANGE | keep, kept.clone()) {
-                Err(Errno::OPNOTSUPP) => punch(kept)?,
-                zeroed => zeroed?,
-            }
+            // Never a hole that is filled again: there may be no room for that.
+            change(FallocateFlags::ZERO_RANGE | keep, kept)?;
         }
-        punch(from..part.end)?;
+        holes.push(from..part.end);
+        let mut holes = holes.into_iter().filter(|hole| !hole.is_empty());
+        holes.try_for_each(|hole| change(FallocateFlags::PUNCH_HOLE | keep, hole))?;
         self.stored(&file, &part).into_iter().try_for_each(|kept| change(keep, kept))
     }
 
-    /// To be called when this part of a file was copied from another: what windows may store to gets blocks of its own.
+    /// Sets a part of a file to 0 and keeps its blocks, as `ZERO_RANGE` does, on file systems without that (tmpfs): it is
+    /// allocated and then written, up to the end of the file. The descriptor has no `O_APPEND`.
+    ///
+    /// # Errors
+    /// Those of `fallocate(2)`, with no byte changed, and of `pwrite(2)`.
+    pub fn zero(file: impl AsFd, part: Range<u64>) -> Result<()> {
+        let file = file.as_fd();
+        fallocate(file, FallocateFlags::KEEP_SIZE, part.start, part.end.saturating_sub(part.start))?;
+        let end = part.end.min(u64::try_from(fstat(file)?.st_size).unwrap_or(0));
+        let mut at = part.start;
+        while at < end {
+            let left = usize::try_from(end - at).unwrap_or(usize::MAX);
+            at += retry_on_intr(|| pwrite(file, &ZEROS[..left.min(ZEROS.len())], at))? as u64;
+        }
+        Ok(())
+    }
+
+    /// Gives what windows may store to of this part of a file blocks of its own: it was copied from another file, or is a hole.
     ///
     /// # Errors
     /// `ENOSPC` and others of `fallocate(2)`.
-    pub fn copied(&self, file: impl FnOnce() -> Option<FileId>, to: BorrowedFd<'_>, part: &Range<u64>) -> Result<()> {
-        self.stored(file, part).into_iter().try_for_each(|stored| Self::allocate(to, stored))
+    pub fn fill(&self, file: impl FnOnce() -> Option<FileId>, fd: BorrowedFd<'_>, part: &Range<u64>) -> Result<()> {
+        self.stored(file, part).into_iter().try_for_each(|stored| Self::allocate(fd, stored))
     }
 
-    /// Has a part of a file that lies before its end filled with blocks of its own: neither holes nor what other files share with it
+    /// As [`Self::fill`], for what a file is about to grow by.
+    ///
+    /// # Errors
+    /// `ENOSPC` and others of `fallocate(2)`.
+    pub fn growing(&self, file: impl FnOnce() -> Option<FileId>, fd: BorrowedFd<'_>, size: u64) -> Result<()> {
+        let stored = self.stored(file, &(0..size));
+        if stored.is_empty() {
+            return Ok(());
+        }
+        let old = u64::try_from(fstat(fd)?.st_size).unwrap_or(0);
+        let mut grown = stored.into_iter().map(|part| part.start.max(old)..part.end).filter(|part| !part.is_empty());
+        grown.try_for_each(|part| Self::allocate(fd, part))
+    }
+
+    /// Has a part of a file filled with blocks of its own: neither holes nor what other files share with it
     /// (reflinks). Where nothing can be reserved, nothing is.
     ///
     /// # Errors

@@ -65,12 +65,10 @@ impl Server {
         let done = match *operation {
             Operation::Read(ref range) => return self.read(cx, range, carrier),
             Operation::Write { ref range, cached } => {
-                let mut range = *range;
-                if carrier.is_resubmitted() {
-                    // It may have been appended already, so it is written at the offset where the client saw the end.
-                    range.flags -= OFlags::APPEND;
-                }
-                return self.write(cx, &range, cached, carrier);
+                return match carrier.is_resubmitted() {
+                    true => self.write_again(cx, range, cached, carrier),
+                    false => self.write(cx, range, cached, carrier),
+                };
             }
             Operation::Lookup { name } => return self.lookup(cx, name, carrier),
             Operation::LookupSelf => return self.lookup_self(cx, carrier),

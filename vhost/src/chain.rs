@@ -1,5 +1,9 @@
 //! A descriptor chain, translated to memory of this process.
 
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use ferry_engine::Segment;
 use vm_memory::VolatileSlice;
 
@@ -21,8 +25,21 @@ pub struct Chain {
     pub(crate) may_fault: bool,
     /// It was in flight when a previous server ended.
     pub(crate) resubmitted: bool,
-    /// Few chains of its queue are parked.
-    pub(crate) may_park: bool,
+    /// The number of its worker's parked chains, and how many there may be.
+    pub(crate) parked: Option<Arc<AtomicUsize>>,
+    pub(crate) parked_max: usize,
+    /// It is counted among them.
+    pub(crate) place: RefCell<Option<Place>>,
+}
+
+/// One of the parked chains of a worker, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Place(Arc<AtomicUsize>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 // SAFETY: the segments are addresses. Any thread that uses them keeps the memory that they lie in mapped.
@@ -41,8 +58,30 @@ impl Chain {
     }
 
     /// Whether it may be [parked](crate::ChainState::Parked): enough of its queue is left for what it then waits for.
+    /// Reserves its place, which is free again when [`crate::QueueHandler::serve`] returns without parking it.
     pub fn may_park(&self) -> bool {
-        self.may_park
+        self.park(self.parked_max)
+    }
+
+    /// Takes a place among the parked chains if fewer than `parked_max` are taken. Returns whether it has one.
+    fn park(&self, parked_max: usize) -> bool {
+        let mut place = self.place.borrow_mut();
+        let more = |parked: usize| (parked < parked_max).then(|| parked + 1);
+        if let (None, Some(parked)) = (&*place, &self.parked)
+            && parked.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+        {
+            *place = Some(Place(Arc::clone(parked)));
+        }
+        place.is_some()
+    }
+
+    /// Sets whether it has a place among the parked chains.
+    pub(crate) fn set_parked(&self, parked: bool) {
+        if parked {
+            self.park(usize::MAX);
+        } else {
+            drop(self.place.take());
+        }
     }
 
     /// Returns the number of readable bytes.

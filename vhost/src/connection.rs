@@ -77,6 +77,8 @@ pub(crate) struct Connection<D: Device> {
     dirty: Option<Arc<DirtyLog>>,
     /// A transfer of the device's state to or from another host.
     transfer: Option<Transfer>,
+    /// Readable when the server stops.
+    stop: Option<OwnedFd>,
     /// Whether recorded messages of the previous server are being replayed.
     taking_over: TakeoverStage,
 }
@@ -126,8 +128,14 @@ impl<D: Device> Connection<D> {
             window,
             dirty: None,
             transfer: None,
+            stop: None,
             taking_over: TakeoverStage::New,
         }
+    }
+
+    /// Sets the descriptor that is readable when the server stops.
+    pub(crate) fn set_stop(&mut self, stop: Option<OwnedFd>) {
+        self.stop = stop;
     }
 
     /// Sets the stage of the takeover.
@@ -315,8 +323,9 @@ impl<D: Device> Connection<D> {
     fn reset_if_restarted(&self, index: u32, base: u32) {
         let queue = self.queues.get(index as usize).filter(|queue| !queue.was_started);
         if self.taking_over == TakeoverStage::Done
-            && queue.is_some_and(|queue| matches!(Begin::after(Some(queue.base), base), Begin::At(_)))
+            && queue.is_some_and(|queue| matches!(Begin::after(Some(queue.base), base, || false), Begin::At(_)))
             && let Some(region) = self.inflight.as_ref().and_then(|area| area.region(index as usize))
+            && !region.is_migrated()
         {
             region.reset();
         }

@@ -24,6 +24,8 @@ pub(crate) use split::SplitLog;
 
 /// The layout's version; 0: the region was never used.
 const VERSION: u16 = 1;
+/// The version of a region that [`SplitLog::record_migrated`] wrote, until the queue starts. No other server sees it.
+const MIGRATED: u16 = 0x8001;
 /// Regions are aligned to cache lines, so that workers share none.
 const ALIGNMENT: usize = 64;
 /// Header and entry of the packed ring's layout, the larger one: a region has room for either.
@@ -199,7 +201,7 @@ impl Region {
             return Err(LogError::Size { kept: self.entries, queue });
         }
         match self.cells.load_u16(VERSION_AT, Ordering::Acquire) {
-            0 => Ok(false),
+            0 | MIGRATED => Ok(false),
             VERSION => match self.cells.load_u16(ENTRIES_AT, Ordering::Relaxed) {
                 entries if entries == self.entries => Ok(true),
                 kept => Err(LogError::Size { kept, queue }),
@@ -213,6 +215,11 @@ impl Region {
         self.area.is_own
     }
 
+    /// Whether it holds the chains of a guest that has migrated here, and the queue has not started.
+    pub(crate) fn is_migrated(&self) -> bool {
+        self.cells.load_u16(VERSION_AT, Ordering::Acquire) == MIGRATED
+    }
+
     /// Clears the log, which belongs to a ring that is gone.
     pub(crate) fn reset(&self) {
         self.cells.store_u16(VERSION_AT, 0, Ordering::Release);
@@ -220,8 +227,12 @@ impl Region {
 
     /// Makes the log valid; its contents are complete.
     fn set_valid(&self) {
+        self.set_version(VERSION);
+    }
+
+    fn set_version(&self, version: u16) {
         self.cells.store_u16(ENTRIES_AT, self.entries, Ordering::Release);
-        self.cells.store_u16(VERSION_AT, VERSION, Ordering::Release);
+        self.cells.store_u16(VERSION_AT, version, Ordering::Release);
     }
 }
 

@@ -37,10 +37,12 @@ impl ServedChain {
     /// Serves a chain by a handler. A panic is a failure of this chain.
     pub(crate) fn by<H: QueueHandler>(handler: &mut H, chain: &Chain, token: u64) -> Self {
         let mut io = Io { chain, token, request: None };
-        match catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io))) {
+        let served = match catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io))) {
             Ok(state) => Self { state, request: io.request },
             Err(_) => Self { state: ChainState::Done(handler.failed(chain)), request: None },
-        }
+        };
+        chain.set_parked(served.state == ChainState::Parked);
+        served
     }
 
     /// Queues the transfer, if there is one.

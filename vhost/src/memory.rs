@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::LazyLock;
 
 use ferry_engine::{MemoryOwner, Segment};
-use rustix::fs::{MemfdFlags, OFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
+use rustix::fs::{FsWord, MemfdFlags, OFlags, SealFlags, fcntl_get_seals, fstat, fstatfs, memfd_create};
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 use vm_memory::{FileOffset, MmapRegion};
 
@@ -82,6 +82,13 @@ fn is_stable(file: &File) -> bool {
     is_sealed || MEMFDS.is_some_and(|device| fstat(file).is_ok_and(|stat| stat.st_dev == device))
 }
 
+/// Whether a file lies in memory (tmpfs, which memfds are on too, or huge pages) and not on a disk.
+fn is_in_memory(file: &File) -> bool {
+    const TMPFS: FsWord = 0x0102_1994;
+    const HUGETLBFS: FsWord = 0x9584_58f6;
+    fstatfs(file).is_ok_and(|fs| [TMPFS, HUGETLBFS].contains(&fs.f_type))
+}
+
 /// An immutable set of regions; a change creates a new set.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Memory {
@@ -111,6 +118,7 @@ impl Memory {
         if self.regions.len() >= MEMORY_REGIONS_MAX {
             return Err(MemoryError::TooMany);
         }
+        let was_added = was_added || self.is_apart(&file);
         let nature = Nature::of(&file, window::file_id(file.as_fd()).ok(), was_added);
         if nature != Nature::Window
             && let Ok(metadata) = file.metadata()
@@ -125,6 +133,16 @@ impl Memory {
         regions.push(std::sync::Arc::new(Region { guest_start, user_start, bytes, map, nature }));
         regions.sort_by_key(|region| region.guest_start);
         Ok(Self { regions })
+    }
+
+    /// Whether a file is on a disk and the memory so far is not. It may be in the window of another process, which had it before
+    /// this device had a guest. (A guest whose memory is on a disk has all of it there.)
+    fn is_apart(&self, file: &File) -> bool {
+        let mut files = self.regions.iter().filter(|region| region.nature == Nature::Memory);
+        let is_file = || file.metadata().is_ok_and(|metadata| metadata.is_file());
+        files.any(|region| region.map.file_offset().is_some_and(|at| is_in_memory(at.file())))
+            && is_file()
+            && !is_in_memory(file)
     }
 
     /// Returns this memory without the region at a guest address.
@@ -259,7 +277,13 @@ fn map(file: File, offset: u64, size: usize, nature: Nature) -> Result<MmapRegio
         || rustix::fs::fcntl_getfl(&file).is_ok_and(|flags| flags & OFlags::ACCMODE == OFlags::RDWR);
     let protection = if can_write { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
     let flags = libc::MAP_NORESERVE | libc::MAP_SHARED;
-    MmapRegion::build(Some(FileOffset::new(file, offset)), size, protection, flags)
+    let region = MmapRegion::build(Some(FileOffset::new(file, offset)), size, protection, flags)?;
+    // SAFETY: the range is the mapping that was just made, and the advice changes nothing but core dumps.
+    let advised = unsafe { rustix::mm::madvise(region.as_ptr().cast(), size, rustix::mm::Advice::LinuxDontDump) };
+    if let Err(error) = advised {
+        tracing::debug!("a core dump will contain guest memory: {error}");
+    }
+    Ok(region)
 }
 
 #[cfg(test)]
@@ -381,6 +405,27 @@ pub(crate) mod tests {
                 // A ring may lie in any of these regions: they may be the guest's memory.
                 assert!(memory.translate_whole(0x1000, 0x1000).is_some());
             }
+        }
+    }
+
+    /// The window of another device may have it already when this one gets its guest's memory.
+    #[test]
+    fn a_file_on_a_disk_beside_memory_that_is_not_may_fault() {
+        let on_disk = || {
+            let file = tempfile::tempfile_in("/var/tmp").unwrap();
+            file.set_len(0x1000).unwrap();
+            file
+        };
+        if is_in_memory(&on_disk()) {
+            return;
+        }
+        for (first, second, may_fault) in
+            [(memfd(0x1000), on_disk(), true), (memfd(0x1000), memfd(0x1000), false), (on_disk(), on_disk(), false)]
+        {
+            let memory = Memory::default().with(&region(0x1000, 0x1000), first, false).unwrap();
+            let memory = memory.with(&region(0x2000, 0x1000), second, false).unwrap();
+            assert_eq!(memory.translate(0x1000, 0x1000, &mut Vec::new()), Some(false));
+            assert_eq!(memory.translate(0x2000, 0x1000, &mut Vec::new()), Some(may_fault));
         }
     }
 }

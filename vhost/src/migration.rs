@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::thread::{Builder, JoinHandle, sleep};
 use std::time::{Duration, Instant};
 
@@ -14,8 +14,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 /// The most bytes of a state: ten million inodes with paths of a hundred bytes.
 const STATE_BYTES_MAX: u64 = 1 << 30;
 
-/// How long the other end may be silent: this server cannot end while a thread waits for it.
-const SILENCE_MAX: Duration = Duration::from_secs(60);
+/// How long the other end may be silent, and how long CHECK_DEVICE_STATE waits.
+pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(60);
 
 /// How long a transfer may take to notice that its other end is closed, on a busy machine.
 const END_MAX: Duration = Duration::from_secs(1);
@@ -75,7 +75,7 @@ const PIPE_BUF: usize = 4096;
 pub(crate) struct Transfer {
     thread: JoinHandle<io::Result<Option<Vec<u8>>>>,
     /// Open as long as the outcome is wanted, which tells the thread.
-    _abort: PipeWriter,
+    abort: PipeWriter,
 }
 
 impl Transfer {
@@ -108,8 +108,24 @@ impl Transfer {
         false
     }
 
-    /// Waits for the end; returns the received state, if one was expected.
-    pub(crate) fn end(self) -> Result<Option<Vec<u8>>, String> {
+    /// Waits for the end; returns the received state, if one was expected. The front end has passed on all of the state, so
+    /// that takes no longer than `within`. `stop`: cancels the transfer when it is readable.
+    pub(crate) fn end(self, stop: Option<BorrowedFd<'_>>, within: Duration) -> Result<Option<Vec<u8>>, String> {
+        let end = Instant::now() + within;
+        while !self.thread.is_finished() {
+            // The thread has the other end of this pipe.
+            let ended = PollFd::new(&self.abort, PollFlags::empty());
+            let stop = stop.map(|stop| PollFd::from_borrowed_fd(stop, PollFlags::IN));
+            let mut polled: Vec<_> = std::iter::once(ended).chain(stop).collect();
+            let left = Timespec::try_from(end.saturating_duration_since(Instant::now()));
+            match poll(&mut polled, Some(&left.map_err(|error| error.to_string())?)) {
+                Ok(0) => return Err(format!("it has not ended within {within:?}")),
+                Ok(_) if !polled[0].revents().is_empty() => break,
+                Ok(_) => return Err("this server stops".to_owned()),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.to_string()),
+            }
+        }
         let outcome = self.thread.join().map_err(|_| "the thread that transferred it panicked".to_owned())?;
         outcome.map_err(|error| error.to_string())
     }
@@ -122,5 +138,35 @@ fn begin(
     let (reader, writer) = io::pipe()?;
     let pipe = AbortablePipe { pipe, abort: reader };
     let thread = Builder::new().name("migration".into()).spawn(move || run(pipe))?;
-    Ok(Transfer { thread, _abort: writer })
+    Ok(Transfer { thread, abort: writer })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    #[test]
+    fn the_wait_for_a_transfer_ends_with_it_or_the_server_or_its_time() {
+        let load = || {
+            let (theirs, ours) = io::pipe().unwrap();
+            (Transfer::load(OwnedFd::from(theirs).into()).unwrap(), ours)
+        };
+        let stop = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let short = Duration::from_millis(50);
+        let (transfer, mut ours) = load();
+        let loaded = std::thread::spawn(move || transfer.end(None, SILENCE_MAX));
+        ours.write_all(b"state").unwrap();
+        drop(ours);
+        assert_eq!(loaded.join().unwrap(), Ok(Some(b"state".to_vec())));
+        let (transfer, ours) = load();
+        assert!(transfer.end(Some(stop.as_fd()), short).unwrap_err().contains("not ended"));
+        drop(ours);
+        let (transfer, _ours) = load();
+        rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
+        assert!(transfer.end(Some(stop.as_fd()), SILENCE_MAX).unwrap_err().contains("stops"));
+    }
 }

@@ -32,6 +32,14 @@ pub(crate) struct RingSetup {
     pub(crate) indirect: bool,
 }
 
+impl RingSetup {
+    /// Whether it is a split ring with used entries. Its driver begins with index 0, which returns after each lap of the
+    /// indices.
+    pub(crate) fn is_used(&self, memory: &Memory) -> bool {
+        !self.packed && split::used_index(memory, self.addresses.used).is_some_and(|index| index != 0)
+    }
+}
+
 /// Where a ring begins. The numbers are those of `SET_VRING_BASE`: the index of a split ring; for a packed ring the
 /// available index with its wrap counter in bit 15, and above them the used index and its wrap counter, which some
 /// front ends omit.
@@ -44,10 +52,12 @@ pub(crate) enum Begin {
 }
 
 impl Begin {
-    /// Decides by the front end's base, and by where the ring stopped under the same worker.
-    pub(crate) fn after(stopped_at: Option<u32>, base: u32) -> Self {
+    /// Decides by the front end's base, and by where the ring stopped under the same worker. `is_used`: whether the
+    /// ring in memory is known not to be new.
+    pub(crate) fn after(stopped_at: Option<u32>, base: u32, is_used: impl FnOnce() -> bool) -> Self {
         let low = |at: u32| at & 0xffff;
         match stopped_at {
+            Some(0) if base == 0 && is_used() => Self::Resume(0),
             Some(at) if at == base && base != 0 => Self::Resume(at),
             // A front end that keeps only the lower half. 0 and 0x8000 may also be a new ring, and are taken for one.
             Some(at) if base >> 16 == 0 && low(at) == base && base != 0 && base != 0x8000 => Self::Resume(at),
@@ -86,6 +96,8 @@ pub(crate) enum ChainError {
     Index(u16),
     #[error("the chain is longer than {0} descriptors, or a loop")]
     TooLong(usize),
+    #[error("the chain's buffers lie in more than {0} pieces of memory")]
+    TooScattered(usize),
     #[error("{bytes} bytes at {address:#x} are not guest memory")]
     Outside { address: u64, bytes: u32 },
     #[error("a readable descriptor follows a writable one")]

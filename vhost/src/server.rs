@@ -296,7 +296,9 @@ fn converse<D: Device>(
     stop: &Stop,
     ratelimited_log: &Arc<RatelimitedLog>,
 ) {
-    let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device), Arc::clone(ratelimited_log))));
+    let mut connection = Connection::new(Arc::clone(device), Arc::clone(ratelimited_log));
+    connection.set_stop(stop.event.try_clone().ok());
+    let connection = Arc::new(Mutex::new(connection));
     let outcome = match &stored {
         Some((store, records)) => listen_persistent(&**device, (stream, store, records), &connection, stop),
         None => listen(&**device, stream, &connection, stop),

@@ -126,6 +126,7 @@ impl<M> Slots<M> {
         self.free.push(u32::try_from(index).expect("slots are counted in 32 bits"));
         self.busy -= 1;
         self.parked -= usize::from(busy.parked);
+        busy.chain.set_parked(false);
         Some((busy.queue, busy.chain, busy.memory))
     }
 
@@ -143,11 +144,6 @@ impl<M> Slots<M> {
     pub(crate) fn of_queue(&self, queue: usize) -> impl Iterator<Item = u16> {
         let busy = self.slots.iter().filter_map(|slot| slot.busy.as_ref());
         busy.filter(move |busy| busy.queue == queue).map(|busy| busy.chain.id)
-    }
-
-    /// Returns the number of chains that wait for an external event.
-    pub(crate) fn parked(&self) -> usize {
-        self.parked
     }
 
     /// Returns the number of chains that will complete without an external event.

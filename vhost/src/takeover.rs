@@ -16,7 +16,7 @@ use ferry_vfs::sync::lock;
 
 use crate::chain::Chain;
 use crate::pool::Pool;
-use crate::worker::{ChainState, Command, Port, QueueHandler, Worker};
+use crate::worker::{ChainState, Command, Placement, Port, QueueHandler, Worker};
 
 /// How long the pool serves requests after a slow one. Slow requests come in series.
 const SLOW_FOR: Duration = Duration::from_secs(2);
@@ -44,6 +44,8 @@ pub(crate) struct SlowRequests {
     elsewhere: AtomicU32,
     /// The quick ones among them in a row, each of which was the only one.
     quick: AtomicU32,
+    /// Those that the pool has to serve [in an order](Placement::InOrder).
+    pub(crate) ordered: AtomicU32,
 }
 
 impl SlowRequests {
@@ -53,6 +55,7 @@ impl SlowRequests {
             until_ms: AtomicU64::new(0),
             elsewhere: AtomicU32::new(0),
             quick: AtomicU32::new(0),
+            ordered: AtomicU32::new(0),
         }
     }
 
@@ -95,6 +98,19 @@ impl SlowRequests {
         // A concurrent `begin` wins.
         let _ = self.until_ms.compare_exchange(until, 0, Ordering::Relaxed, Ordering::Relaxed);
         false
+    }
+
+    /// Returns where a chain is served that may be served at `placement`. Once requests are no longer slow, only those with
+    /// an order still go to the pool, as long as it has any.
+    pub(crate) fn place(&self, placement: impl FnOnce() -> Placement) -> Placement {
+        if self.is_on() {
+            return placement();
+        }
+        match self.ordered.load(Ordering::Acquire) > 0 {
+            true => Some(placement()).filter(|placement| matches!(placement, Placement::InOrder(_))),
+            false => None,
+        }
+        .unwrap_or(Placement::Here)
     }
 }
 
@@ -237,8 +253,15 @@ mod tests {
         assert!(!slow.is_on());
         slow.begin();
         assert!(slow.is_on());
+        let all = [Placement::Here, Placement::Anywhere, Placement::InOrder(3)];
+        assert_eq!(all.map(|placement| slow.place(|| placement)), all);
+        slow.ordered.fetch_add(1, Ordering::Relaxed);
         std::thread::sleep(SLOW_FOR + Duration::from_millis(10));
         assert!(!slow.is_on());
+        let ordered = [Placement::Here, Placement::Here, Placement::InOrder(3)];
+        assert_eq!(all.map(|placement| slow.place(|| placement)), ordered, "the pool still has such a request");
+        slow.ordered.fetch_sub(1, Ordering::Relaxed);
+        assert_eq!(slow.place(|| unreachable!("no request is elsewhere")), Placement::Here);
         assert_eq!(slow.until_ms.load(Ordering::Relaxed), 0, "and costs only a load");
     }
 

@@ -8,6 +8,7 @@ mod serve;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use ferry_engine::{BusyPoll, IoMode, Ownership, PollLimit, PoolTransfer, RatelimitedLog, Transfers, TransfersError};
@@ -86,6 +87,8 @@ pub(crate) struct Worker<H: QueueHandler> {
     late: Vec<(u64, H::Message)>,
     chain: Chain,
     spare: Vec<Chain>,
+    /// The number of parked chains, also of those that other threads have.
+    parked: Arc<AtomicUsize>,
     name: String,
     ratelimited_log: Arc<RatelimitedLog>,
     quit: bool,
@@ -179,6 +182,7 @@ impl<H: QueueHandler> Worker<H> {
             late: Vec::new(),
             chain: Chain::default(),
             spare: Vec::new(),
+            parked: Arc::default(),
             name: options.name,
             ratelimited_log,
             quit: false,

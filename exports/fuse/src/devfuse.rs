@@ -123,8 +123,10 @@ impl MonitoredWorker for Reader {
     }
 
     fn abort(&self, serving: &CurrentRequest, errno: Errno) -> Result<(), NotEnded> {
+        // Before the generation ends: then the thread goes on with the next request, which may have another descriptor.
+        let channel = self.reply_channel();
         self.readers.lose(self.thread.get().copied(), || self.generation_cell.try_end(serving.generation))?;
-        answer_error(&self.reply_channel(), serving.unique, errno);
+        answer_error(&channel, serving.unique, errno);
         self.readers.replace_blocked();
         Ok(())
     }

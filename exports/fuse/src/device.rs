@@ -2,7 +2,9 @@
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Mutex;
 
+use ferry_vfs::sync::lock;
 use ferry_wire::fuse::abi::BackingMap;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
@@ -117,7 +119,10 @@ pub(crate) fn receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<
 ///
 /// The connection is unusable.
 pub(crate) fn try_receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<ReadOutcome> {
-    let flags = rustix::fs::fcntl_getfl(channel)?;
+    // Readers may share the descriptor, and so its flags. The read does not wait.
+    static SWITCHED: Mutex<()> = Mutex::new(());
+    let _switched = lock(&SWITCHED);
+    let flags = rustix::fs::fcntl_getfl(channel)? - OFlags::NONBLOCK;
     rustix::fs::fcntl_setfl(channel, flags | OFlags::NONBLOCK)?;
     let received = receive(channel, buffer);
     rustix::fs::fcntl_setfl(channel, flags)?;
@@ -127,4 +132,32 @@ pub(crate) fn try_receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Res
 /// Sends a whole reply or notification in one call. A reply whose caller is gone (`ENOENT`) is not an error.
 pub(crate) fn send(channel: BorrowedFd<'_>, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
     retry_on_intr(|| rustix::io::writev(channel, parts)).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn readers_of_a_shared_descriptor_wait_again_after_a_try() {
+        let (channel, to) = rustix::pipe::pipe().unwrap();
+        let read = || {
+            let shared = channel.try_clone().unwrap();
+            for _ in 0..10_000 {
+                assert!(matches!(try_receive(shared.as_fd(), &mut [0]), Ok(ReadOutcome::Nothing)));
+            }
+        };
+        std::thread::scope(|scope| {
+            let readers = [(); 4].map(|()| scope.spawn(read));
+            let until = Instant::now() + Duration::from_secs(20);
+            while !readers.iter().all(|reader| reader.is_finished()) && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            // One that waits nevertheless gets the end of the pipe, which is no message.
+            drop(to);
+        });
+        assert!(!rustix::fs::fcntl_getfl(&channel).unwrap().contains(OFlags::NONBLOCK));
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use rustix::thread::{CapabilitySet, CpuSet, capabilities, sched_setaffinity};
+use rustix::thread::{CapabilitySet, CpuSet, capabilities, sched_getaffinity, sched_setaffinity};
 
 /// The fuse module's parameter that enables io_uring.
 const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
@@ -10,8 +10,10 @@ const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
 const IO_URING_DISABLED: &str = "/proc/sys/kernel/io_uring_disabled";
 /// The possible CPUs: the kernel requires a queue for each.
 const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
+/// The CPUs that can run threads now.
+const ONLINE: &str = "/sys/devices/system/cpu/online";
 
-/// The maximum number of CPUs that a list may have, that of Linux (`NR_CPUS`).
+/// All CPUs have smaller numbers: the limit of Linux (`NR_CPUS`).
 const CPUS_MAX: usize = 8192;
 
 /// Why FUSE-over-io_uring is not available, with a remedy.
@@ -30,6 +32,10 @@ pub(crate) enum NoUring {
     Unwanted,
     #[error("the source waits for others, and the requests of a CPU's ring would wait for each other")]
     Waits,
+    #[error("this machine's CPUs are numbered with gaps, and requests of CPU {cpu} would get no ring of their own")]
+    Sparse { cpu: usize },
+    #[error("this process may not use CPU {cpu} (its cpuset), so requests of that CPU's ring could hang")]
+    Cpuset { cpu: usize },
     #[error("the kernel did not offer it when the mount began")]
     NotOffered,
     #[error("a ring of CPU {cpu} cannot be made: {reason}")]
@@ -68,23 +74,54 @@ pub(crate) fn uring_allowed() -> Result<(), NoUring> {
         Err(_) => {}
     }
     match fs::read_to_string(IO_URING_DISABLED).as_deref().map(str::trim) {
-        Ok("2") => Err(NoUring::Sysctl),
-        Ok("1") if !has_capability(CapabilitySet::SYS_ADMIN) => Err(NoUring::Sysctl),
-        _ => Ok(()),
+        Ok("2") => return Err(NoUring::Sysctl),
+        Ok("1") if !has_capability(CapabilitySet::SYS_ADMIN) => return Err(NoUring::Sysctl),
+        _ => {}
     }
+    // The kernel chooses the queue by the number of the CPU, and has none beyond their count.
+    let beyond = |cpus: Vec<usize>| cpus.iter().copied().find(|cpu| *cpu >= cpus.len());
+    if let Some(cpu) = read_cpus(POSSIBLE).and_then(beyond) {
+        return Err(NoUring::Sparse { cpu });
+    }
+    // A worker on another CPU kicks the queue of that one instead of its own.
+    read_cpus(ONLINE).and_then(first_unusable).map_or(Ok(()), |cpu| Err(NoUring::Cpuset { cpu }))
 }
 
 /// Returns the number of queues that the kernel requires: one per possible CPU, online or not.
 pub(crate) fn possible_cpus() -> usize {
     let online = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    fs::read_to_string(POSSIBLE).ok().and_then(|list| count_cpus(&list)).unwrap_or(online)
+    read_cpus(POSSIBLE).map_or(online, |cpus| cpus.len())
 }
 
-/// Returns the greatest number of a list like `0-3,5`, plus one. The kernel numbers queues by CPU.
-fn count_cpus(list: &str) -> Option<usize> {
-    let greatest = list.trim().split(',').map(|range| range.rsplit('-').next().unwrap_or(range).parse::<usize>());
-    let greatest = greatest.collect::<Result<Vec<_>, _>>().ok()?.into_iter().max()?;
-    (greatest < CPUS_MAX).then_some(greatest + 1)
+fn read_cpus(path: &str) -> Option<Vec<usize>> {
+    fs::read_to_string(path).ok().and_then(|list| parse_cpus(&list))
+}
+
+/// Returns the members of a list like `0-3,5`, of at least one.
+fn parse_cpus(list: &str) -> Option<Vec<usize>> {
+    let mut cpus = Vec::new();
+    for range in list.trim().split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last) = (first.parse::<usize>().ok()?, last.parse::<usize>().ok()?);
+        if first > last || last >= CPUS_MAX {
+            return None;
+        }
+        cpus.extend(first..=last);
+    }
+    Some(cpus)
+}
+
+/// Returns one of these CPUs to which no thread of this process can be bound.
+fn first_unusable(cpus: Vec<usize>) -> Option<usize> {
+    let mut all = CpuSet::new();
+    cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU).for_each(|cpu| all.set(*cpu));
+    // On a thread of its own, whose binding ends with it. The kernel leaves out what the cpuset does not have.
+    let ask = move || {
+        let _ = sched_setaffinity(None, &all);
+        sched_getaffinity(None)
+    };
+    let usable = std::thread::Builder::new().name("fuse-cpus".into()).spawn(ask).ok()?.join().ok()?.ok()?;
+    cpus.into_iter().find(|cpu| *cpu >= CpuSet::MAX_CPU || !usable.is_set(*cpu))
 }
 
 /// Returns whether this thread has an effective capability.
@@ -137,11 +174,29 @@ mod tests {
 
     #[test]
     fn lists_of_cpus() {
-        for (list, count) in [("0\n", Some(1)), ("0-1\n", Some(2)), ("0-3,8-11", Some(12)), ("0,5", Some(6))] {
-            assert_eq!(count_cpus(list), count, "{list:?}");
+        for (list, count) in [("0\n", 1), ("0-1\n", 2), ("0-3,8-11", 8), ("0,5", 2)] {
+            assert_eq!(parse_cpus(list).map(|cpus| cpus.len()), Some(count), "{list:?}");
         }
-        for bad in ["", "x", "0-", "0-99999999", "-"] {
-            assert_eq!(count_cpus(bad), None, "{bad:?}");
+        for bad in ["", "x", "0-", "0-99999999", "-", "3-1"] {
+            assert_eq!(parse_cpus(bad), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_cpu_that_no_thread_can_run_on_is_found() {
+        let online = read_cpus(ONLINE).unwrap();
+        let unusable = first_unusable(online.clone());
+        // A mask of this thread alone does not bind others.
+        let mut one = CpuSet::new();
+        one.set(online[0]);
+        let before = sched_getaffinity(None).unwrap();
+        if sched_setaffinity(None, &one).is_ok() {
+            assert_eq!(first_unusable(online.clone()), unusable);
+            sched_setaffinity(None, &before).unwrap();
+        }
+        if unusable.is_none() {
+            let missing = CpuSet::MAX_CPU - 1;
+            assert_eq!(first_unusable([online, vec![missing]].concat()), Some(missing), "no such CPU is online");
         }
     }
 }

@@ -9,6 +9,7 @@ use ferry_wire::fuse::{Negotiated, Reply, WRITE_HEAD_BYTES};
 
 use crate::active_request::ActiveRequest;
 use crate::carrier::{FuseCarrier, HEADER_BYTES, ServeOutcome};
+use crate::persistence::PriorAppend;
 use crate::reply;
 use crate::server::{Context, Server};
 use crate::session::Session;
@@ -113,6 +114,31 @@ impl Server {
                 let message = (WRITE_HEAD_BYTES, bytes_max);
                 carrier.transfer(TransferRequest::write(extent, message, range.clear_privileges, waits));
                 Ok(ServeOutcome::Transfer)
+            }
+        }
+    }
+
+    /// Serves a WRITE that a previous server may have executed. What it appended is not appended again.
+    pub(crate) fn write_again(
+        &mut self,
+        cx: &Context<'_>,
+        range: &IoRange,
+        cached: bool,
+        carrier: &mut impl FuseCarrier,
+    ) -> Result<ServeOutcome> {
+        match self.prior_append(cx, range, cached, carrier)? {
+            Some(PriorAppend::Nothing) => self.write(cx, range, cached, carrier),
+            Some(PriorAppend::Whole) => {
+                let bytes = range.len as usize;
+                // Where the bytes are is not known.
+                publish(&self.share, cx.caller.session, range.ino, range.offset, usize::MAX);
+                // An error is reported when the file is closed.
+                let _ = cx.session.sync(range.ino, range.offset..u64::MAX);
+                self.written(cx, range, bytes, carrier)
+            }
+            Some(PriorAppend::Part) | None => {
+                let range = IoRange { flags: range.flags - OFlags::APPEND, ..*range };
+                self.write(cx, &range, cached, carrier)
             }
         }
     }

@@ -310,3 +310,75 @@ fn a_repeated_create_looks_up_an_existing_file() {
         assert_eq!(client.ask(Ino::ROOT, create(flags)), Answer::Error(error), "{flags:?}");
     }
 }
+
+/// A file that its server appends to; the server reads it only through handles that are open for reading.
+#[derive(Debug)]
+struct Log(std::path::PathBuf);
+
+impl FileSystem for Log {
+    fn lookup(&self, _: &Caller<'_>, _: Ino, _: Name<'_>) -> Result<Entry> {
+        Err(Errno::NOENT)
+    }
+    fn forget(&self, _: Ino, _: u64) {}
+    fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
+        let size = std::fs::metadata(&self.0).unwrap().len();
+        Ok(Attr { ino: ino.0, mode: REGULAR | 0o644, nlink: 1, size, ..Attr::default() })
+    }
+    fn open(&self, _: &Caller<'_>, _: Ino, flags: OFlags) -> Result<Handle> {
+        Ok(Handle(flags.bits().into()))
+    }
+    fn release(&self, _: &Caller<'_>, _: Ino, _: Handle) {}
+    fn read(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Output) -> Result<Data> {
+        assert_eq!(at.handle, Handle(OFlags::RDONLY.bits().into()));
+        let file = Arc::new(Backing::new(std::fs::File::open(&self.0).unwrap().into()));
+        Ok(Data::Extent(Extent { file, offset: at.offset }))
+    }
+    fn write(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Input) -> Result<Data> {
+        let appends = at.flags.contains(OFlags::APPEND);
+        let file = std::fs::File::options().write(!appends).append(appends).open(&self.0).unwrap();
+        Ok(Data::Extent(Extent { file: Arc::new(Backing::new(file.into())), offset: at.offset }))
+    }
+}
+
+#[test]
+fn a_repeated_append_keeps_the_bytes_of_others_and_is_made_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("log");
+    let ask = |before: &[u8], flags: OFlags, offset: u64, data: &[u8]| {
+        std::fs::write(&path, before).unwrap();
+        let mut client = Client::new(Arc::new(Log(path.clone())), &ShareOptions::default(), SessionSlot::default());
+        client.again = true;
+        let handle = Handle((OFlags::WRONLY | OFlags::APPEND).bits().into());
+        let len = u32::try_from(data.len()).unwrap();
+        let range = IoRange { ino: Ino(2), handle, offset, len, flags, clear_privileges: false, owner: None };
+        let answer = client.ask_and_write(Ino(2), Operation::Write { range, cached: false }, data);
+        assert_eq!(answer, Answer::Reply([len.to_le_bytes(), [0; 4]].concat()));
+        std::fs::read(&path).unwrap()
+    };
+    let append = OFlags::WRONLY | OFlags::APPEND;
+    let mine = b"mine\n";
+    for (before, after) in [
+        // The server was killed before it appended, with and without others that appended since.
+        ("old\n", "old\nmine\n"),
+        ("old\ntheirs, and longer\n", "old\ntheirs, and longer\nmine\n"),
+        ("old\nm", "old\nmmine\n"),
+        // It was killed afterwards; others appended before it, after it, or both.
+        ("old\nmine\n", "old\nmine\n"),
+        ("old\ntheirs\nmine\n", "old\ntheirs\nmine\n"),
+        ("old\nmine\ntheirs\n", "old\nmine\ntheirs\n"),
+        ("old\nmi\nmine\ntheirs\n", "old\nmi\nmine\ntheirs\n"),
+        // Another has truncated the file.
+        ("o", "omine\n"),
+    ] {
+        let there = ask(before.as_bytes(), append, 4, mine);
+        assert_eq!(String::from_utf8(there).unwrap(), after, "{before:?}");
+    }
+    // What the client itself had there before its append does not count.
+    assert_eq!(ask(b"mine\n", append, 5, mine), b"mine\nmine\n");
+    // A write that does not append goes where the client wants it.
+    assert_eq!(ask(b"old\ntheirs\n", OFlags::WRONLY, 4, mine), b"old\nmine\ns\n");
+    // It was killed in the midst of it.
+    let (long, old) = (vec![b'x'; 9000], vec![b'o'; 100]);
+    let whole = [&old[..], &long].concat();
+    assert_eq!(ask(&whole[..8192], append, 100, &long), whole);
+}

@@ -126,6 +126,8 @@ impl Dir {
             }
         };
         let _shortening = Self::shortening(cx.session, inode, size);
+        // Before, because the growth could not be undone.
+        Windows::of_process().growing(|| Some(inode.found.key.file_id()), file, size)?;
         // The kernel always removes file capabilities.
         let _guard = if clear_privileges { self.lose_privileges(cx, inode, file)? } else { None };
         rustix::fs::ftruncate(file, size)

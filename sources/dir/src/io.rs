@@ -261,7 +261,13 @@ impl Dir {
                 Windows::of_process().punch(
                     || Some(open.inode.found.key.file_id()),
                     offset..end,
-                    |flags, part| change(flags, part.start, part.end - part.start),
+                    |flags, part| match change(flags, part.start, part.end - part.start) {
+                        // As tmpfs.
+                        Err(Errno::OPNOTSUPP) if flags.contains(FallocateFlags::ZERO_RANGE) => {
+                            Windows::zero(&*self.file_with(&open, OFlags::empty(), OFlags::APPEND)?, part)
+                        }
+                        outcome => outcome,
+                    },
                 )?
             }
             _ => change(flags, offset, len)?,
@@ -270,6 +276,11 @@ impl Dir {
         let moves = flags.intersects(FallocateFlags::COLLAPSE_RANGE | FallocateFlags::INSERT_RANGE);
         let len = if moves { u64::MAX } else { len };
         self.changes.publish(cx.session, || Change::Data { ino, offset, len });
+        if moves {
+            // Holes are elsewhere now, and there may be a new one.
+            let size = u64::try_from(rustix::fs::fstat(open.file.as_fd())?.st_size).unwrap_or(0);
+            Windows::of_process().fill(|| Some(open.inode.found.key.file_id()), open.file.as_fd(), &(offset..size))?;
+        }
         Ok(())
     }
 
@@ -305,7 +316,7 @@ impl Dir {
         if count > 0 {
             self.changes.publish(cx.session, || Change::Data { ino: copy.to.0, offset: copy.to.2, len: count });
             let part = copy.to.2..copy.to.2.saturating_add(count);
-            Windows::of_process().copied(|| Some(to.inode.found.key.file_id()), to_file, &part)?;
+            Windows::of_process().fill(|| Some(to.inode.found.key.file_id()), to_file, &part)?;
         }
         Ok(count)
     }

@@ -522,6 +522,14 @@ fn holes_are_filled_before_the_guest_writes() {
         driver.receive(ticket).unwrap();
         assert!((bytes() - before).abs_diff(filled) < 1 << 16, "{} of {filled}", bytes() - before);
     }
+    // The guest that has it mapped makes it shorter, and then as long as it was.
+    driver.truncate(node, 0).unwrap();
+    assert!(bytes() < 1 << 16);
+    driver.truncate(node, 2 * CHUNK).unwrap();
+    assert!(bytes().abs_diff(CHUNK) < 1 << 16, "{} of {CHUNK}", bytes());
+    let handle = driver.open(node, 2).unwrap().fh;
+    driver.fallocate(node, handle, rustix::fs::FallocateFlags::INSERT_RANGE.bits(), CHUNK, CHUNK).unwrap();
+    assert!(bytes().abs_diff(2 * CHUNK) < 1 << 16, "{} of {}", bytes(), 2 * CHUNK);
     drop((driver, line));
     share.assert_released();
 }

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
+use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -343,6 +344,55 @@ fn names_change_once_although_the_server_is_killed_50_times() {
     }
 }
 
+/// The host appends to the file to which the guest appends, which does not know that yet when its server is killed.
+#[test]
+fn appends_of_the_host_survive_those_that_are_made_again() {
+    for kind in GUESTS {
+        let mut server = Survivor::new(Place::Memory, &[]);
+        let mut guest = server.connect_with(kind == Guest::Stays { packed: true });
+        let mut random = Random::new(3);
+        let (log, open) = guest.create(ROOT, "log", O_RDWR | O_APPEND, 0o644).unwrap();
+        let path = server.path.join("log");
+        let mut host = File::options().append(true).open(&path).unwrap();
+        let (mut expected, mut under_way) = (BTreeSet::new(), 0);
+        for round in 0..20 {
+            let offset = guest.getattr(log.nodeid).unwrap().attr.size;
+            let mut theirs = |which| {
+                let line = format!("host {round} {which} {}", "-".repeat(random.below(30)));
+                host.write_all(format!("{line}\n").as_bytes()).unwrap();
+                line
+            };
+            expected.insert(theirs(0));
+            let line = format!("guest {round}");
+            let data = format!("{line}\n");
+            let size = u32::try_from(data.len()).unwrap();
+            let args = WriteIn { fh: open.fh, offset, size, flags: O_RDWR | O_APPEND, ..WriteIn::ZERO };
+            let ticket = guest.send(Opcode::Write, log.nodeid, &[args.as_bytes()], data.as_bytes(), 8).unwrap();
+            expected.insert(line);
+            let (moment, begin) = (Duration::from_micros(20 * round), Instant::now());
+            while begin.elapsed() < moment {
+                std::hint::spin_loop();
+            }
+            server.kill();
+            expected.insert(theirs(1));
+            under_way += guest.request_queues().iter().map(|queue| queue.in_flight()).sum::<usize>();
+            if kind == Guest::Reconnects {
+                guest.hang_up();
+            }
+            server.start();
+            if kind == Guest::Reconnects {
+                guest.reattach().unwrap();
+            }
+            guest.receive(ticket).unwrap();
+            let there = fs::read_to_string(&path).unwrap();
+            assert_eq!(there.lines().count(), expected.len(), "{there}");
+            assert_eq!(there.lines().map(str::to_owned).collect::<BTreeSet<_>>(), expected, "round {round}");
+        }
+        println!("{kind:?}: {under_way} under way");
+        assert!(under_way > 0);
+    }
+}
+
 /// The front end speaks with servers of which one after another is killed: each message is answered, once, and does what it says.
 fn converses(kills: u64) {
     let mut server = Survivor::new(Place::Memory, &["--tag", "t"]);
@@ -555,6 +605,27 @@ fn a_lock_is_waited_for_on_the_other_host() {
         drop(guest);
         assert_eq!(there.said(), "");
     }
+}
+
+/// The server there is killed before the first queue starts.
+#[test]
+fn a_lock_is_waited_for_by_the_next_server_of_the_other_host() {
+    let mut here = Survivor::new(Place::Memory, &[]);
+    let mut guest = here.connect();
+    let (file, open, second) = locked(&mut guest);
+    let waits = guest.send_setlkw(file, second, 10, wrlck(5, 7), 0).unwrap();
+    assert!(guest.getattr(file).is_ok(), "the lock was asked for before");
+    let (state, _) = guest.save().unwrap();
+    let (mut there, socket) = elsewhere(&here.path, &[]);
+    guest.migrate(&socket, &(state, Vec::new())).unwrap();
+    here.kill();
+    there.replace(&mut guest);
+    let taken = guest.getlk(file, second, 10, wrlck(0, 9)).unwrap();
+    assert_eq!((taken.start, taken.end), (0, 9), "nobody has got anything");
+    guest.setlk(file, open, 9, lock(libc::F_UNLCK, 0, 9), 0).unwrap();
+    guest.receive(waits).unwrap();
+    drop(guest);
+    assert_eq!(there.said(), "");
 }
 
 /// The other host cannot be reached after all: the guest goes on where it was.

@@ -2,7 +2,7 @@
 //! message types").
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use vhost::vhost_user::GpuBackend;
@@ -15,9 +15,9 @@ use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 
 use super::{Connection, F_LOG_ALL, Queue, TakeoverStage};
 use crate::dirty::DirtyLog;
-use crate::inflight::Area;
+use crate::inflight::{Area, SplitLog};
 use crate::memory::{MEMORY_REGIONS_MAX, Memory};
-use crate::migration::Transfer;
+use crate::migration::{SILENCE_MAX, Transfer};
 use crate::ring::RingAddresses;
 use crate::window::{self, AddedRegion};
 use crate::worker::Control;
@@ -282,7 +282,8 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
 
     fn check_device_state(&mut self) -> Result<()> {
         let transfer = self.transfer.take().ok_or(Error::InvalidOperation("no state was transferred"))?;
-        let loaded = transfer.end().and_then(|state| state.map_or(Ok(()), |state| self.load(&state)));
+        let ended = transfer.end(self.stop.as_ref().map(AsFd::as_fd), SILENCE_MAX);
+        let loaded = ended.and_then(|state| state.map_or(Ok(()), |state| self.load(&state)));
         loaded.map_err(|reason| {
             tracing::error!("the state of the device was not transferred: {reason}");
             Error::ReqHandlerError(std::io::Error::other(reason))
@@ -348,7 +349,16 @@ impl<D: Device> Connection<D> {
     fn load(&mut self, state: &[u8]) -> std::result::Result<(), String> {
         let (waiting, state) = waiting::split(state, self.queues.len())?;
         self.device.load(&self.session, state)?;
-        self.queues.iter_mut().zip(waiting).for_each(|(queue, resubmitted)| queue.resubmitted = resubmitted);
+        for (index, resubmitted) in waiting.into_iter().enumerate() {
+            // If this server is killed before the queue starts, the next one finds them in the log.
+            if let Some(region) = self.inflight.as_ref().and_then(|area| area.region(index))
+                && region.may_belong_to_other_guest()
+                && !resubmitted.is_empty()
+            {
+                SplitLog::record_migrated(region, &resubmitted);
+            }
+            self.queues[index].resubmitted = resubmitted;
+        }
         Ok(())
     }
 }

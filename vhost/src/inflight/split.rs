@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{LogError, Region};
+use super::{LogError, MIGRATED, Region};
 
 /// Offsets in the header.
 const LAST_BATCH_HEAD_AT: usize = 12;
@@ -28,18 +28,41 @@ pub(crate) struct SplitLog {
 }
 
 impl SplitLog {
-    /// Opens the log of a queue with this used index. Returns the heads in flight in the order in which they were
-    /// taken; `None` if the log is new or of another ring.
-    pub(crate) fn open(region: Region, size: u16, used_index: u16) -> Result<(Self, Option<Vec<u16>>), LogError> {
-        let is_valid = region.is_valid(size)?;
+    /// Records chains of a guest that migrates here. Where its ring is, is not known before the queue starts.
+    pub(crate) fn record_migrated(region: Region, heads: &[u16]) {
+        region.reset();
         let mut log = Self { region, counter: 0, batch: Vec::new() };
+        log.clear(0);
+        let entries = log.region.entries;
+        heads.iter().filter(|head| **head < entries).for_each(|head| log.take(*head));
+        log.region.set_version(MIGRATED);
+    }
+
+    /// Opens the log of a queue with this used index. Returns the heads in flight in the order in which they were
+    /// taken; `None` if the log is new or of another ring. `taken`: their number according to the front end, which only
+    /// counts for a guest that has migrated.
+    pub(crate) fn open(
+        region: Region,
+        size: u16,
+        (used_index, taken): (u16, u16),
+    ) -> Result<(Self, Option<Vec<u16>>), LogError> {
+        let mut is_valid = region.is_valid(size)?;
+        let is_migrated = region.is_migrated();
+        let mut log = Self { region, counter: 0, batch: Vec::new() };
+        if is_migrated {
+            // A front end that has lost a server begins at the used index. A new ring begins at 0.
+            let heads = (0..log.region.entries).filter(|head| log.is_in_flight(*head)).count();
+            is_valid = heads == usize::from(taken) || taken == 0 && used_index != 0;
+            log.store(USED_INDEX_AT, used_index);
+        }
         // A new ring's index is far from that of the old one.
         let last_batch = used_index.wrapping_sub(log.load(USED_INDEX_AT));
         if !is_valid || last_batch > size {
-            if is_valid {
+            if is_valid || is_migrated {
                 tracing::warn!("discarding the in-flight log of an earlier ring");
             }
-            log.begin(used_index);
+            log.clear(used_index);
+            log.region.set_valid();
             return Ok((log, None));
         }
         log.end_last_batch(last_batch, used_index)?;
@@ -51,17 +74,17 @@ impl SplitLog {
         if found.len() > usize::from(size) || found.iter().any(|(_, head)| *head >= size) {
             return Err(LogError::Nonsense("more chains are in flight than the queue has entries"));
         }
+        log.region.set_valid();
         log.counter = found.last().map_or(0, |(counter, _)| counter.wrapping_add(1));
         Ok((log, Some(found.into_iter().map(|(_, head)| head).collect())))
     }
 
-    fn begin(&mut self, used_index: u16) {
+    fn clear(&mut self, used_index: u16) {
         for head in 0..self.region.entries {
             self.set_in_flight(head, false);
         }
         self.store(LAST_BATCH_HEAD_AT, 0);
         self.store(USED_INDEX_AT, used_index);
-        self.region.set_valid();
     }
 
     /// Finishes the last batch: it was published, but its entries may still be marked as in flight.

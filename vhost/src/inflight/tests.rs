@@ -66,7 +66,7 @@ fn driver_settings_are_kept_if_there_is_room() {
 fn the_layout_is_that_of_the_specification() {
     let bytes = |region: &Region, at: usize| region.cells.load_u8(at, Ordering::Relaxed);
     let region = area(1, 4).region(0).unwrap();
-    let (mut split, None) = SplitLog::open(region.clone(), 4, 7).unwrap() else { panic!("it is new") };
+    let (mut split, None) = SplitLog::open(region.clone(), 4, (7, 0)).unwrap() else { panic!("it is new") };
     split.take(2);
     split.take(1);
     split.add_used(2);
@@ -96,19 +96,42 @@ fn the_layout_is_that_of_the_specification() {
 fn memory_of_another_ring_or_version_is_not_taken_for_this_ones() {
     let area = area(1, 8);
     let region = area.region(0).unwrap();
-    let open = |used_index| SplitLog::open(region.clone(), 8, used_index).map(|(_, found)| found);
+    let open = |used_index| SplitLog::open(region.clone(), 8, (used_index, 0)).map(|(_, found)| found);
     assert_eq!(open(100).unwrap(), None);
-    SplitLog::open(region.clone(), 8, 100).unwrap().0.take(3);
+    SplitLog::open(region.clone(), 8, (100, 0)).unwrap().0.take(3);
     assert_eq!(open(100).unwrap(), Some(vec![3]));
     assert_eq!(open(0).unwrap(), None, "a ring that begins anew");
     assert_eq!(open(0).unwrap(), Some(vec![]), "and nothing of the old one is left");
-    assert!(matches!(SplitLog::open(region.clone(), 16, 0), Err(LogError::Size { kept: 8, queue: 16 })));
+    assert!(matches!(SplitLog::open(region.clone(), 16, (0, 0)), Err(LogError::Size { kept: 8, queue: 16 })));
     region.cells.store_u16(VERSION_AT, 2, Ordering::Relaxed);
     assert!(matches!(open(0), Err(LogError::Version(2))));
     area.clear();
     assert_eq!(open(0).unwrap(), None);
     region.cells.store_u16(ENTRIES_AT, 4, Ordering::Relaxed);
     assert!(matches!(open(0), Err(LogError::Size { kept: 4, .. })));
+}
+
+#[test]
+fn the_requests_of_a_migrated_guest_are_found_once_its_ring_is_known() {
+    let region = area(1, 8).region(0).unwrap();
+    let open = |used_index, taken| SplitLog::open(region.clone(), 8, (used_index, taken)).unwrap().1;
+    SplitLog::open(region.clone(), 8, (5, 0)).unwrap().0.take(1);
+    for _ in 0..2 {
+        SplitLog::record_migrated(region.clone(), &[6, 2]);
+        assert!(region.is_migrated());
+    }
+    assert_eq!(open(40_000, 2), Some(vec![6, 2]));
+    assert!(!region.is_migrated());
+    assert_eq!(open(40_000, 0), Some(vec![6, 2]), "an ordinary log from now on");
+    SplitLog::record_migrated(region.clone(), &[6, 2]);
+    assert_eq!(open(40_000, 0), Some(vec![6, 2]), "the front end has lost a server since");
+    // The guest was reset meanwhile.
+    SplitLog::record_migrated(region.clone(), &[6, 2]);
+    assert_eq!(open(0, 0), None);
+    assert_eq!(open(0, 0), Some(vec![]));
+    // A packed ring takes no such requests.
+    SplitLog::record_migrated(region.clone(), &[6, 2]);
+    assert!(PackedLog::open(region, 8, Place::FRESH, |_| Some(true)).unwrap().1.is_none());
 }
 
 #[test]
@@ -143,7 +166,7 @@ proptest! {
             region.cells.store_u16(VERSION_AT, 1, Ordering::Relaxed);
             region.cells.store_u16(ENTRIES_AT, 8, Ordering::Relaxed);
         }
-        if let Ok((mut log, found)) = SplitLog::open(region.clone(), 8, 3) {
+        if let Ok((mut log, found)) = SplitLog::open(region.clone(), 8, (3, 0)) {
             for head in found.unwrap_or_default() {
                 prop_assert!(head < 8);
                 log.add_used(head);

@@ -13,6 +13,9 @@ pub(super) const NEXT: u16 = 1;
 pub(super) const WRITE: u16 = 2;
 pub(super) const INDIRECT: u16 = 4;
 
+/// The most pieces of the buffers of a chain. Each descriptor of a driver lies in one region or, rarely, in neighbouring ones.
+const PIECES_MAX: usize = 4 * QUEUE_SIZE_MAX as usize;
+
 /// Copies one descriptor out of guest memory, as two halves of eight bytes.
 pub(super) fn copy_out(table: *mut u8, index: u16) -> (u64, [u8; 8]) {
     let mut bytes = [0u8; DESCRIPTOR_BYTES as usize];
@@ -41,7 +44,10 @@ pub(super) fn add(chain: &mut Chain, memory: &Memory, extent: Extent, flags: u16
     match memory.translate(address, u64::from(bytes), out) {
         Some(may_fault) => {
             chain.may_fault |= may_fault;
-            Ok(())
+            match chain.readable.len() + chain.writable.len() > PIECES_MAX {
+                true => Err(ChainError::TooScattered(PIECES_MAX)),
+                false => Ok(()),
+            }
         }
         None => Err(ChainError::Outside { address, bytes }),
     }

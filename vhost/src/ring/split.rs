@@ -48,6 +48,11 @@ pub(crate) struct SplitRing {
 // SAFETY: the table of descriptors lies in `memory`, which is kept mapped, on any thread.
 unsafe impl Send for SplitRing {}
 
+/// Returns the used index of a ring in memory.
+pub(super) fn used_index(memory: &Memory, address: u64) -> Option<u16> {
+    Some(memory.part(address, ENTRIES, 4)?.load_u16(INDEX, Ordering::Acquire))
+}
+
 impl SplitRing {
     pub(super) fn new(
         memory: Arc<Memory>,
@@ -86,7 +91,8 @@ impl SplitRing {
             resubmitted: VecDeque::new(),
         };
         if let Some(region) = region {
-            let (log, heads) = SplitLog::open(region, size, used_index)?;
+            let taken = ring.next_available.wrapping_sub(used_index);
+            let (log, heads) = SplitLog::open(region, size, (used_index, taken))?;
             ring.log = Some(log);
             if let (Some(heads), Begin::At(_)) = (heads, begin) {
                 // Every taken chain is either used or in flight.
@@ -99,6 +105,10 @@ impl SplitRing {
     }
 
     pub(super) fn take_resubmitted(&mut self, heads: Vec<u16>) -> bool {
+        if self.resubmitted == heads {
+            // The log had them.
+            return true;
+        }
         let taken = self.next_available.wrapping_sub(self.next_used);
         if usize::from(taken) != heads.len() || heads.iter().any(|head| *head >= self.size) || self.is_recovering() {
             return false;

@@ -51,7 +51,7 @@ impl<H: QueueHandler> Worker<H> {
         let stopped_at = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map(|(_, at)| *at);
         let begin = match resumes && stopped_at == Some(base) {
             true => Begin::Resume(base),
-            false => Begin::after(stopped_at, base),
+            false => Begin::after(stopped_at, base, || setup.is_used(&memory)),
         };
         let owes_signal = log.is_some();
         if let (Some(log), Some(_), Begin::At(_)) = (&log, stopped_at, begin) {

@@ -2,6 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use ferry_engine::PoolTransfer;
@@ -36,8 +37,10 @@ impl<H: QueueHandler> Worker<H> {
             }
             let token = self.slots.next_token();
             context.accept(token, &self.chain);
-            let is_slow = context.takeover.as_ref().is_some_and(|takeover| takeover.slow.is_on());
-            let placement = if is_slow { context.handler.placement(&self.chain) } else { Placement::Here };
+            let placement = match &context.takeover {
+                Some(takeover) => takeover.slow.place(|| context.handler.placement(&self.chain)),
+                None => Placement::Here,
+            };
             if placement != Placement::Here {
                 self.send_chain_to_pool(context, index, token, placement);
                 continue;
@@ -82,7 +85,8 @@ impl<H: QueueHandler> Worker<H> {
                 Ok(PopOutcome::Chain) => {
                     running.spurious_kicks = 0;
                     // A driver without indirect descriptors has three or four for a chain.
-                    self.chain.may_park = self.slots.parked() < usize::from(running.ring.size() / 4);
+                    self.chain.parked_max = usize::from(running.ring.size() / 4);
+                    self.chain.parked.get_or_insert_with(|| Arc::clone(&self.parked));
                     return true;
                 }
                 Ok(PopOutcome::Empty) => return false,
@@ -135,6 +139,7 @@ impl<H: QueueHandler> Worker<H> {
         };
         let pool = Arc::clone(&takeover.pool);
         takeover.slow.sent_elsewhere();
+        takeover.slow.ordered.fetch_add(order.map_or(0, |_| 1), Ordering::Relaxed);
         let job = move |handler: &mut H| {
             let start = Instant::now();
             let served = ServedChain::by(handler, &chain, token);
@@ -142,6 +147,7 @@ impl<H: QueueHandler> Worker<H> {
             let state = unsafe { served.finish(handler, &chain, token) };
             drop(memory);
             let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
+            takeover.slow.ordered.fetch_sub(order.map_or(0, |_| 1), Ordering::Release);
             takeover.slow.served_elsewhere(Some(start.elapsed()));
             takeover.complete(Completion::Served { token, chain, state });
         };

@@ -157,6 +157,29 @@ fn a_quarter_of_a_queue_may_be_parked() {
     }
 }
 
+/// The same for requests that wait for a thread before they wait for others.
+#[test]
+fn a_quarter_of_a_queue_may_be_parked_by_other_threads() {
+    for packed in [false, true] {
+        let (_directory, toy, _server, mut driver) = started(packed);
+        let most = usize::from(config().queue_size / 4);
+        let (mut asked, more) = (Asked::default(), 5);
+        for _ in 0..2 {
+            let gate = toy.gate.lock().unwrap();
+            for number in 0..(most + more) as u64 {
+                asked.ask(&mut driver, GATED | HELD | PARKED | number);
+            }
+            asked.ask(&mut driver, 2);
+            assert_eq!(asked.wait(&mut driver), 2, "the queue is served");
+            drop(gate);
+            (0..more).for_each(|_| assert_ne!(asked.wait(&mut driver) & PARKED, 0, "it is not parked"));
+            wait_until("they are parked", || toy.held() == most);
+            toy.release();
+            asked.wait_for_all(&mut driver);
+        }
+    }
+}
+
 #[test]
 fn a_stopping_queue_waits_for_other_threads() {
     for packed in [false, true] {
@@ -185,6 +208,24 @@ fn a_stopping_queue_waits_for_other_threads() {
         asked.ask(&mut driver, 7);
         asked.wait_for_all(&mut driver);
     }
+}
+
+/// The index at which a ring stops may be that of a new one, after a lap of the indices.
+#[test]
+fn a_parked_request_stays_when_a_ring_stops_at_index_0() {
+    let (_directory, toy, _server, mut driver) = started(false);
+    let mut asked = Asked::default();
+    asked.ask(&mut driver, HELD | PARKED | 1);
+    for _ in 1..=u16::MAX {
+        asked.ask(&mut driver, 2);
+        assert_eq!(asked.wait(&mut driver), 2);
+    }
+    assert_eq!(driver.stop(0).unwrap(), 0);
+    driver.start(0, 0).unwrap();
+    asked.ask(&mut driver, 4);
+    assert_eq!(asked.wait(&mut driver), 4);
+    toy.release();
+    asked.wait_for_all(&mut driver);
 }
 
 #[test]

@@ -5,9 +5,11 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use ferry_engine::Transfer;
 use ferry_serve::HEADER_BYTES;
+use ferry_vfs::Backing;
 use ferry_wire::fuse::abi::OutHeader;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
@@ -49,6 +51,8 @@ pub(super) struct LoadedReply {
     pipe: Pipe,
     pub(super) bytes: usize,
     pub(super) calls: u64,
+    /// The pipe has pages of the file, not copies: the source must not reuse what they hold before they are sent.
+    _file: Arc<Backing>,
 }
 
 impl SplicePipe {
@@ -94,12 +98,12 @@ impl SplicePipe {
         let len = u32::try_from(HEADER_BYTES + bytes).ok()?;
         let header: [u8; HEADER_BYTES] = OutHeader { len, error: 0, unique }.as_bytes().try_into().ok()?;
         let calls = pipe.fill(&header, transfer, bytes)?;
-        Some(LoadedReply { pipe, bytes, calls })
+        Some(LoadedReply { pipe, bytes, calls, _file: Arc::clone(transfer.file()) })
     }
 
     /// Sends a reply, and keeps the pipe.
     pub(super) fn send(&mut self, loaded: LoadedReply, channel: BorrowedFd<'_>) -> Result<(), Errno> {
-        let LoadedReply { pipe, bytes, .. } = loaded;
+        let LoadedReply { pipe, bytes, _file, .. } = loaded;
         let bytes = HEADER_BYTES + bytes;
         retry_on_intr(|| splice(&pipe.from, None, channel, None, bytes, SpliceFlags::empty()))?;
         *self = Self::Ready(pipe);
@@ -134,5 +138,35 @@ impl Pipe {
             }
         }
         Some(calls)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use ferry_engine::Operation;
+    use ferry_vfs::Segment;
+
+    use super::*;
+
+    /// Pages of a persistent image are reused once nobody holds its descriptor.
+    #[test]
+    fn a_loaded_reply_holds_its_file() {
+        let mut source = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut source, &vec![7; BYTES_MIN]).unwrap();
+        let file = Arc::new(Backing::new(source.into()));
+        let nowhere = Segment { address: std::ptr::null_mut(), bytes: BYTES_MIN };
+        let transfer = Transfer::new(Operation::Read, Arc::clone(&file), 0, [nowhere]);
+        let mut pipe = SplicePipe::default();
+        let loaded = pipe.load(&transfer, 1, BYTES_MIN).expect("it is long enough");
+        drop(transfer);
+        assert_eq!(Arc::strong_count(&file), 2);
+        let sent = tempfile::tempfile().unwrap();
+        pipe.send(loaded, sent.as_fd()).unwrap();
+        assert_eq!(Arc::strong_count(&file), 1);
+        let mut data = vec![0; BYTES_MIN];
+        sent.read_exact_at(&mut data, HEADER_BYTES as u64).unwrap();
+        assert!(data.iter().all(|byte| *byte == 7));
     }
 }

@@ -227,6 +227,15 @@ impl Queue {
         }
     }
 
+    /// Adds a thread that stands by.
+    pub(super) fn add_spare(&self, parked_worker: &Arc<ParkedWorker>) {
+        lock(&self.spares).push(Arc::clone(parked_worker));
+        if self.is_over() {
+            // Perhaps since before it was added.
+            parked_worker.give(Order::Look);
+        }
+    }
+
     pub(super) fn is_over(&self) -> bool {
         self.closed.load(Ordering::Acquire) || self.connection.end.is_ended()
     }
@@ -271,6 +280,9 @@ impl MonitoredWorker for Queue {
     }
 
     fn replace_worker(self: Arc<Self>, seen: CallSnapshot) -> Replacement {
+        if self.is_over() {
+            return Replacement::NotNeeded;
+        }
         // Until the call is among those that are away: its thread may come back at once.
         let mut calls = lock(&self.calls);
         let is_aborted = calls.aborted == Some(seen);
@@ -285,7 +297,7 @@ impl MonitoredWorker for Queue {
                 Replacement::Found
             }
             None => {
-                lock(&self.spares).push(parked_worker);
+                self.add_spare(&parked_worker);
                 Replacement::NotNeeded
             }
         }

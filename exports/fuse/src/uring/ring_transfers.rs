@@ -374,7 +374,77 @@ impl Worker<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
+    use ferry_serve::{SessionSlot, Share, ShareOptions};
+    use io_uring::{opcode, types};
+
     use super::*;
+    use crate::connection::{Connection, ConnectionEnd};
+    use crate::device::Device;
+    use crate::uring::worker::{Order, ParkedWorker};
+
+    const SOON: Duration = Duration::from_secs(10);
+
+    struct Nothing;
+
+    impl ferry_vfs::FileSystem for Nothing {}
+
+    /// A queue with a worker that stands by, without a kernel that sends requests.
+    fn queue() -> (Arc<Queue>, Arc<ParkedWorker>) {
+        let device = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty()).unwrap();
+        let connection = Arc::new(Connection {
+            device: Arc::new(Device::new(device)),
+            mountpoint: "/".into(),
+            share: Arc::new(Share::new(Arc::new(Nothing), &ShareOptions::default())),
+            session: Arc::new(SessionSlot::new(|_, _| {})),
+            counters: Default::default(),
+            interrupted: Arc::default(),
+            monitor_handle: Default::default(),
+            payload_bytes: 4096,
+            ring_payload_bytes: 4096,
+            outlives_server: false,
+            end: Arc::<ConnectionEnd>::default(),
+        });
+        let queue = Arc::new(Queue::new(&connection, 0, 1).unwrap());
+        let worker = queue.add_thread(0).unwrap();
+        (queue, worker)
+    }
+
+    #[test]
+    fn who_gets_a_queue_at_the_end_waits_for_its_transfers() {
+        let (queue, worker) = queue();
+        let end = Arc::clone(&queue.connection.end);
+        let (from, to) = rustix::pipe::pipe().unwrap();
+        let (block, slot) = queue.entry(0).unwrap();
+        // The transfer of an owner that is now blocked in a handler.
+        let read = opcode::Read::new(types::Fd(from.as_raw_fd()), block.chunk.second(slot), 1).build();
+        // SAFETY: no thread owns the queue yet, and its memory stays until the end of this test.
+        unsafe { queue.ring.transfer(queue.active_transfers.number(0), &read) }.unwrap();
+        queue.ring.handle().enter(1, false).unwrap();
+        queue.active_transfers.count.fetch_add(1, Ordering::Relaxed);
+        end.mark_ended();
+        worker.give(Order::Own(queue.watch.first_owner()));
+        assert_eq!(end.wait_for_threads(Duration::from_millis(100)), 1, "the memory is in use");
+        rustix::io::write(&to, &[1]).unwrap();
+        assert_eq!(end.wait_for_threads(SOON), 0);
+        assert!(queue.active_transfers.is_quiet());
+    }
+
+    #[test]
+    fn a_thread_that_becomes_a_spare_after_the_end_ends() {
+        use ferry_engine::{MonitoredWorker, Replacement};
+        let (queue, worker) = queue();
+        let end = Arc::clone(&queue.connection.end);
+        let mut ownership = queue.watch.first_owner();
+        queue.watch.enter(&mut ownership);
+        end.mark_ended();
+        queue.look();
+        assert_eq!(Arc::clone(&queue).replace_worker(queue.watch.look()), Replacement::NotNeeded);
+        assert!(queue.watch.leave(&mut ownership), "the blocked thread keeps the queue, and waits for its transfers");
+        queue.add_spare(&worker);
+        assert_eq!(end.wait_for_threads(SOON), 0);
+    }
 
     #[test]
     fn numbers_tell_transfers_of_one_entry_apart() {

@@ -119,10 +119,10 @@ impl<'a> Worker<'a> {
     fn stand_by(&mut self, parked_worker: &Arc<ParkedWorker>) {
         loop {
             let order = parked_worker.wait();
-            if self.queue.is_over() {
-                return;
-            }
             let ended = match order {
+                // The kernel may still make transfers of the blocked owner, and nobody else waits for them.
+                Order::Own(_) if self.queue.is_over() => return self.drain(),
+                _ if self.queue.is_over() => return,
                 Order::Begin(ownership, told) => self.begin(ownership, &told),
                 Order::Own(ownership) => {
                     self.take_over();
@@ -134,10 +134,7 @@ impl<'a> Worker<'a> {
             if let ExitReason::Over = ended {
                 return;
             }
-            lock(&self.queue.spares).push(Arc::clone(parked_worker));
-            if self.queue.is_over() {
-                return;
-            }
+            self.queue.add_spare(parked_worker);
         }
     }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use ferry_fuse::{Export, Options, Path};
+use ferry_fuse::{Export, Options, Path, uring_verdict};
 use ferry_vfs::FileSystem;
 use rustix::thread::Pid;
 
@@ -25,9 +25,9 @@ pub fn paths() -> Vec<Path> {
         return Vec::new();
     }
     let mut paths = vec![Path::Devfuse];
-    match std::fs::read_to_string("/sys/module/fuse/parameters/enable_uring").as_deref().map(str::trim) {
-        Ok("Y") => paths.push(Path::Uring),
-        _ => ferry_skip::skip!("FUSE over io_uring is off: echo Y > /sys/module/fuse/parameters/enable_uring"),
+    match uring_verdict().reason {
+        None => paths.push(Path::Uring),
+        Some(reason) => ferry_skip::skip!("no FUSE over io_uring: {reason}"),
     }
     paths
 }

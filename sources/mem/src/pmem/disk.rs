@@ -126,6 +126,30 @@ impl File {
     }
 }
 
+/// Why a change of a file's blocks is refused.
+#[derive(Debug)]
+pub(crate) enum Refusal {
+    /// The first tier has too few free blocks. Others can be freed or moved to the second tier.
+    Blocks,
+    /// Anything else.
+    Other(Errno),
+}
+
+impl From<Errno> for Refusal {
+    fn from(errno: Errno) -> Self {
+        Self::Other(errno)
+    }
+}
+
+impl From<Refusal> for Errno {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Blocks => Self::NOSPC,
+            Refusal::Other(errno) => errno,
+        }
+    }
+}
+
 /// See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Disk {
@@ -224,9 +248,9 @@ impl Disk {
     }
 
     /// Allocates blocks of the first tier.
-    pub(crate) fn allocate(&self, count: u64, goal: Option<u64>) -> Result<Vec<Run>> {
+    pub(crate) fn allocate(&self, count: u64, goal: Option<u64>) -> std::result::Result<Vec<Run>, Refusal> {
         let cpu = crate::machine::cpu();
-        self.tier1.blocks.take(count, goal, cpu).ok_or(Errno::NOSPC)
+        self.tier1.blocks.take(count, goal, cpu).ok_or(Refusal::Blocks)
     }
 
     /// Frees blocks that are in no record.

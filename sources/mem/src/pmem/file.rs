@@ -9,12 +9,15 @@ use std::ops::Range;
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Data, Errno, Extent, FallocateFlags, Input, Output, Result, Seek};
 
-use super::disk::{Disk, File, MAP_PIECES_MAX, State, block_of, io_error, skip_of};
+use super::disk::{Disk, File, MAP_PIECES_MAX, Refusal, State, block_of, io_error, skip_of};
 use super::extents::{Piece, Run};
 use super::format::{BLOCK, BLOCK_BYTES, TIER2_FIRST};
-use super::log::{Effects, Growth};
+use super::log::{Effects, Growth, Reservation};
 use super::medium::Ranges;
 use crate::store::WriteAt;
+
+/// The outcome of an attempt to change a file's blocks.
+type Attempt<T> = std::result::Result<T, Refusal>;
 
 /// Reads of at least this size return an extent; below, the overhead of a transfer exceeds the cost of a copy.
 const EXTENT_BYTES_MIN: u64 = 16 << 10;
@@ -97,8 +100,7 @@ impl Disk {
                 let mut bytes = vec![0; at.len as usize];
                 let count = input.take(&mut bytes);
                 bytes.truncate(count);
-                self.write_bytes(file, (!at.append).then_some(at.offset), &bytes)?;
-                count
+                self.write_bytes(file, (!at.append).then_some(at.offset), &bytes)?
             }
         };
         if at.sync {
@@ -125,26 +127,62 @@ impl Disk {
         Ok(Some(count))
     }
 
-    /// Writes bytes at an offset, or at the end; makes room if necessary.
-    pub(crate) fn write_bytes(&self, file: &File, offset: Option<u64>, bytes: &[u8]) -> Result<()> {
-        self.with_room(|| {
+    /// Writes bytes at an offset, or at the end; makes room if necessary. Returns how many were written: at an offset as many
+    /// as there is room for, at the end all.
+    pub(crate) fn write_bytes(&self, file: &File, offset: Option<u64>, bytes: &[u8]) -> Result<usize> {
+        let all = self.with_room(|| {
             let _change = self.change();
             let mut state = file.write();
             let offset = offset.unwrap_or(state.size);
-            let end = offset.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
-            let end = end.ok_or(Errno::FBIG)?;
-            let cleared = self.clear_tail(file, &mut state, offset)?;
-            self.put((file, &mut state), offset, bytes, end, cleared)
-        })
+            self.write_locked((file, &mut state), offset, bytes)
+        });
+        match (all, offset) {
+            (Err(Errno::NOSPC), Some(offset)) => {
+                let _change = self.change();
+                let mut state = file.write();
+                let fitting = self.fitting(&state, offset, bytes);
+                if fitting.is_empty() {
+                    return Err(Errno::NOSPC);
+                }
+                Ok(self.write_locked((file, &mut state), offset, fitting)?)
+            }
+            (all, _) => all,
+        }
     }
 
-    /// Retries after making room, as long as that succeeds.
-    pub(crate) fn with_room<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+    fn write_locked(&self, (file, state): (&File, &mut State), offset: u64, bytes: &[u8]) -> Attempt<usize> {
+        let end = offset.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
+        let end = end.ok_or(Errno::FBIG)?;
+        let cleared = self.clear_tail(file, state, offset)?;
+        self.put((file, state), offset, bytes, end, cleared)?;
+        Ok(bytes.len())
+    }
+
+    /// Returns the bytes of a write, from the first, for which there are enough free blocks.
+    fn fitting<'a>(&self, state: &State, offset: u64, bytes: &'a [u8]) -> &'a [u8] {
+        let mut free = self.tier1.blocks.free_blocks();
+        let blocks = block_of(offset)..(offset + bytes.len() as u64).div_ceil(BLOCK_BYTES);
+        for range in missing(state, blocks) {
+            let count = range.end - range.start;
+            if count > free {
+                let end = (range.start + free) * BLOCK_BYTES;
+                return usize::try_from(end.saturating_sub(offset))
+                    .ok()
+                    .and_then(|end| bytes.get(..end))
+                    .unwrap_or(bytes);
+            }
+            free -= count;
+        }
+        bytes
+    }
+
+    /// Retries after making room, as long as that succeeds and blocks are what is missing.
+    fn with_room<T>(&self, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T> {
         loop {
             let free_before = self.tier1.blocks.free_blocks();
             match attempt() {
-                Err(Errno::NOSPC) if self.make_room(free_before)? => {}
-                outcome => return outcome,
+                Err(Refusal::Blocks) if self.make_room(free_before)? => {}
+                outcome => return Ok(outcome?),
             }
         }
     }
@@ -157,13 +195,14 @@ impl Disk {
         bytes: &[u8],
         end: u64,
         cleared: Ranges,
-    ) -> Result<()> {
+    ) -> Attempt<()> {
         let blocks = block_of(offset)..end.div_ceil(BLOCK_BYTES);
         let size = state.size.max(end);
         let new = self.plan(state, blocks.clone())?;
         let in_place: Vec<Piece> = state.extents.within(blocks.clone()).filter(is_settled).collect();
         if new.is_empty() && size == state.size {
-            return self.overwrite(file, state, &in_place, offset, bytes).map(drop);
+            self.overwrite(file, state, &in_place, offset, bytes)?;
+            return Ok(());
         }
         let fresh = fresh_runs(state, &new);
         let pieces = new.len() + in_place.len() + 2;
@@ -177,7 +216,7 @@ impl Disk {
             Err(error) => {
                 self.give_back(&fresh);
                 self.log.cancel(reservation);
-                return Err(error);
+                return Err(error.into());
             }
         };
         before.add_all(cleared);
@@ -194,21 +233,15 @@ impl Disk {
 
     /// Plans and allocates the pieces for a write to these blocks: new blocks for holes and for data of the second
     /// tier, and reserved blocks that become written.
-    fn plan(&self, state: &State, blocks: Range<u64>) -> Result<Vec<Piece>> {
-        let mut missing = state.extents.holes(blocks.clone());
-        let mut new = Vec::new();
-        for piece in state.extents.within(blocks.clone()) {
-            if piece.block >= TIER2_FIRST {
-                missing.push(piece.logical..piece.end());
-            } else if !piece.written {
-                new.push(Piece { written: true, ..piece });
-            }
-        }
+    fn plan(&self, state: &State, blocks: Range<u64>) -> Attempt<Vec<Piece>> {
+        let reserved = |piece: &Piece| piece.block < TIER2_FIRST && !piece.written;
+        let reserved = state.extents.within(blocks.clone()).filter(reserved);
+        let mut new: Vec<Piece> = reserved.map(|piece| Piece { written: true, ..piece }).collect();
+        let missing = missing(state, blocks.clone());
         let count = missing.iter().map(|range| range.end - range.start).sum();
         if count == 0 {
             return Ok(new);
         }
-        missing.sort_by_key(|range| range.start);
         let before = blocks.start.checked_sub(1).and_then(|logical| state.extents.at(logical));
         let goal = before.filter(|piece| piece.block < TIER2_FIRST).map(|piece| piece.block + 1);
         new.extend(lay_out(&missing, &self.allocate(count, goal)?, true));
@@ -267,7 +300,7 @@ impl Disk {
     }
 
     /// Zeroes the rest of the last block before a file grows. Returns ranges that must be durable before the new size.
-    fn clear_tail(&self, file: &File, state: &mut State, until: u64) -> Result<Ranges> {
+    fn clear_tail(&self, file: &File, state: &mut State, until: u64) -> Attempt<Ranges> {
         let (size, tail) = (state.size, skip_of(state.size));
         let written = || state.extents.at(block_of(size)).is_some_and(|piece| piece.written);
         if until <= size || tail == 0 || !written() {
@@ -281,7 +314,7 @@ impl Disk {
         let blocks = block_of(size)..block_of(size) + 1;
         match state.extents.at(blocks.start) {
             Some(piece) if is_settled(&piece) => {
-                self.overwrite(file, state, &[Piece { count: 1, ..piece }], size, &ZEROS[..count])
+                Ok(self.overwrite(file, state, &[Piece { count: 1, ..piece }], size, &ZEROS[..count])?)
             }
             // In the second tier: the block moves back.
             _ => self.put((file, state), size, &ZEROS[..count], size, Ranges::default()).map(|()| Ranges::default()),
@@ -378,18 +411,34 @@ impl Disk {
             let count = holes.iter().map(|hole| hole.end - hole.start).sum();
             let runs = if count > 0 { self.allocate(count, None)? } else { Vec::new() };
             let new = lay_out(&holes, &runs, false);
-            let pieces = new.len() + state.extents.within(blocks.clone()).count();
-            let reserved = match pieces {
-                0..=MAP_PIECES_MAX => self.reserve(pieces, Growth::Grows),
-                // Too many fragments count as no room.
-                _ => Err(Errno::NOSPC),
-            };
-            let reservation = reserved.inspect_err(|_| self.give_back(&runs))?;
+            let mut pieces: Vec<Piece> = state.extents.within(blocks.clone()).chain(new.iter().copied()).collect();
+            pieces.sort_unstable_by_key(|piece| piece.logical);
+            let parts = self.reserve_parts(blocks.start, &pieces).inspect_err(|_| self.give_back(&runs))?;
             new.into_iter().for_each(|piece| state.extents.insert(piece));
             state.size = size;
-            self.record((file, &mut state), reservation, blocks, Effects { before, ..Effects::default() });
+            let mut effects = Effects { before, ..Effects::default() };
+            for (blocks, reservation) in parts {
+                self.record((file, &mut state), reservation, blocks, std::mem::take(&mut effects));
+            }
             Ok(())
         })
+    }
+
+    /// Reserves room in the log for these contiguous pieces, which may need several records.
+    fn reserve_parts(&self, start: u64, pieces: &[Piece]) -> Result<Vec<(Range<u64>, Reservation)>> {
+        let mut parts: Vec<(Range<u64>, Reservation)> = Vec::new();
+        for part in pieces.chunks(MAP_PIECES_MAX) {
+            let from = parts.last().map_or(start, |(before, _)| before.end);
+            let to = part.last().map_or(from, Piece::end);
+            match self.reserve(part.len(), Growth::Grows) {
+                Ok(reservation) => parts.push((from..to, reservation)),
+                Err(error) => {
+                    parts.into_iter().for_each(|(_, reservation)| self.log.cancel(reservation));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(parts)
     }
 
     /// The next data or hole.
@@ -419,6 +468,15 @@ impl Disk {
 /// Returns whether a write to this piece may go in place.
 fn is_settled(piece: &Piece) -> bool {
     piece.written && piece.block < TIER2_FIRST
+}
+
+/// Returns the ranges that a write needs new blocks for: holes, and data of the second tier.
+fn missing(state: &State, blocks: Range<u64>) -> Vec<Range<u64>> {
+    let mut missing = state.extents.holes(blocks.clone());
+    let cold = state.extents.within(blocks).filter(|piece| piece.block >= TIER2_FIRST);
+    missing.extend(cold.map(|piece| piece.logical..piece.end()));
+    missing.sort_unstable_by_key(|range| range.start);
+    missing
 }
 
 /// Returns the blocks of planned pieces that are new to the file.

@@ -182,11 +182,14 @@ impl Store for PStore {
             if bytes.is_empty() {
                 break;
             }
-            match self.disk.write_bytes(&to.0, Some(to_offset + done), &bytes) {
+            let written = match self.disk.write_bytes(&to.0, Some(to_offset + done), &bytes) {
                 Err(_) if done > 0 => break,
                 outcome => outcome?,
+            };
+            done += written as u64;
+            if written < bytes.len() {
+                break;
             }
-            done += bytes.len() as u64;
         }
         Ok(done)
     }

@@ -19,7 +19,7 @@ mod pages;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_engine::FileId;
+use ferry_engine::{FileId, Windows};
 use ferry_vfs::{Backing, Data, Errno, Extent, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec};
 use rustix::fs::{AtFlags, Mode, OFlags, SeekFrom};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags};
@@ -197,22 +197,17 @@ impl Store for Tmpfs {
     }
 
     fn fallocate(&self, file: &Arc<File>, offset: u64, len: u64, flags: FallocateFlags) -> Result<()> {
-        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let change = |flags| rustix::fs::fallocate(file.as_fd(), flags, offset, len);
         let zeroes = flags.contains(FallocateFlags::ZERO_RANGE);
         if zeroes && !(FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE).contains(flags) {
             return Err(Errno::OPNOTSUPP);
         }
-        if zeroes || flags.contains(FallocateFlags::PUNCH_HOLE) {
-            // tmpfs cannot zero a range: it is punched and then allocated.
-            let flags = if zeroes { punch } else { flags };
-            match &self.0 {
-                Place::Mount(_) => file.removing(offset..offset.saturating_add(len), || change(flags))?,
-                Place::Memfds(memfds) => memfds.shrinking(file, offset, || change(flags))?,
-            }
-        }
+        let end = offset.saturating_add(len);
         if flags.contains(FallocateFlags::PUNCH_HOLE) {
-            return Ok(());
+            return match &self.0 {
+                Place::Mount(_) => file.removing(offset..end, || change(flags)),
+                Place::Memfds(memfds) => memfds.shrinking(file, offset, || change(flags)),
+            };
         }
         let keep = flags & FallocateFlags::KEEP_SIZE;
         if flags - FallocateFlags::KEEP_SIZE - FallocateFlags::ZERO_RANGE != FallocateFlags::empty() {
@@ -221,7 +216,8 @@ impl Store for Tmpfs {
         if let Place::Memfds(memfds) = &self.0 {
             memfds.reserve(file, offset, len)?;
         }
-        change(keep)
+        change(keep)?;
+        if zeroes { Windows::zero(file.as_fd(), offset..end) } else { Ok(()) }
     }
 
     fn seek(&self, file: &Arc<File>, offset: u64, seek: Seek) -> Result<u64> {

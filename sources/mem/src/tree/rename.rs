@@ -196,13 +196,13 @@ impl<S: Store> Tree<S> {
             }
         }
         drop((source, target));
-        move_names(step, dirs, time);
-        if let Some((ino, meta, reserved)) = whiteout {
+        let whiteout = whiteout.map(|(ino, meta, reserved)| {
             reserved.keep();
             let node = Arc::new(Node::new(ino, step.from.0.ino, State::new(meta, 1, Body::Special)));
             self.table.insert(Arc::clone(&node));
-            dirs.from.dir_mut()?.insert(step.from.1, node);
-        }
+            node
+        });
+        move_names(step, dirs, whiteout, time);
         Ok(Some(step.target.clone().filter(|_| !exchange)))
     }
 
@@ -253,19 +253,23 @@ impl<S: Store> Tree<S> {
 }
 
 /// Moves the names. The directories are locked, their inodes no longer.
-fn move_names<S: Store>(step: &Move<'_, S>, dirs: &mut Dirs<'_, S>, time: Timespec) {
-    let exchange = step.flags.contains(RenameFlags::EXCHANGE);
+fn move_names<S: Store>(step: &Move<'_, S>, dirs: &mut Dirs<'_, S>, whiteout: Option<Arc<Node<S>>>, time: Timespec) {
     let removed = "both directories were checked under the locks that are still held";
-    dirs.from.dir_mut().expect(removed).remove(step.from.1);
+    let exchanged = step.target.as_ref().filter(|_| step.flags.contains(RenameFlags::EXCHANGE));
+    let names = dirs.from.dir_mut().expect(removed);
+    // A name that stays keeps its place in listings.
+    match exchanged.cloned().or(whiteout) {
+        Some(node) => names.replace(step.from.1, node),
+        None => names.remove(step.from.1),
+    };
+    if let Some(target) = exchanged {
+        dirs.from.nlink += u32::from(target.is_dir());
+        target.parent.store(step.from.0.ino.0, Ordering::Release);
+    }
     let moved = Arc::clone(&step.source);
     if let Some(target) = &step.target {
         dirs.to().dir_mut().expect(removed).replace(step.to.1, moved);
         dirs.to().nlink -= u32::from(target.is_dir());
-        if exchange {
-            dirs.from.dir_mut().expect(removed).insert(step.from.1, Arc::clone(target));
-            dirs.from.nlink += u32::from(target.is_dir());
-            target.parent.store(step.from.0.ino.0, Ordering::Release);
-        }
     } else {
         dirs.to().dir_mut().expect(removed).insert(step.to.1, moved);
     }

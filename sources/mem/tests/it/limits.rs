@@ -62,6 +62,36 @@ fn a_full_file_system_is_an_error_and_recovers() {
     }
 }
 
+/// A page that is taken away, even for a moment, may be gone for a window that has it mapped.
+#[test]
+fn zeroing_takes_no_page_away() {
+    const PAGE: usize = 4096;
+    for memfds in [false, true] {
+        let share = Share::new(Options { memfds, size_bytes: Some(16 * PAGE as u64), ..Options::default() });
+        let (open, other) = (share.create(Ino::ROOT, "file", 0o644), share.create(Ino::ROOT, "other", 0o644));
+        share.write(open, 0, &[7; 4 * PAGE]).unwrap();
+        fill(&share, other);
+        let zero = |offset, pages, flags| {
+            share.fs.fallocate(
+                &share.cx,
+                open.0,
+                open.1,
+                offset,
+                (pages * PAGE) as u64,
+                FallocateFlags::ZERO_RANGE | flags,
+            )
+        };
+        assert_eq!(zero(0, 8, FallocateFlags::empty()), Err(Errno::NOSPC));
+        assert_eq!(share.attr(open.0).blocks, 4 * 8);
+        assert!(share.read(open, 0, 4 * PAGE).unwrap() == [7; 4 * PAGE]);
+        zero(100, 2, FallocateFlags::KEEP_SIZE).unwrap();
+        let mut expected = [7; 4 * PAGE];
+        expected[100..100 + 2 * PAGE].fill(0);
+        assert!(share.read(open, 0, 4 * PAGE).unwrap() == expected);
+        assert_eq!(share.attr(open.0).blocks, 4 * 8);
+    }
+}
+
 /// A write after the end of its request would evade the limit if the file is truncated meanwhile.
 #[test]
 fn a_memfd_is_written_before_its_request_ends() {

@@ -176,6 +176,67 @@ fn a_full_image_is_an_error_and_recovers() {
 }
 
 #[test]
+fn a_write_takes_the_room_that_is_left() {
+    let (_dir, path) = image();
+    let fs = open(&path, &sized()).unwrap();
+    let free = || fs.statfs(&cx(), Ino::ROOT).unwrap().bfree * 4096;
+    let bytes: Vec<u8> = (0..(1u32 << 20) - 1).map(|at| (at / 7) as u8).collect();
+    let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, b"").unwrap();
+    let write = |offset, flags| {
+        let range = ferry_vfs::IoRange { flags, ..at(ino, handle, offset, bytes.len()) };
+        fs.write(&cx(), &range, &mut &bytes[..]).map(|data| data.bytes().unwrap())
+    };
+    let all = free();
+    let mut size = 0;
+    while free() > 0 {
+        let count = write(size, OFlags::RDWR).unwrap();
+        assert!(count == bytes.len() || count > 0 && free() == 0, "{count}");
+        assert!(get(&fs, ino, handle, size, count) == bytes[..count]);
+        size += count as u64;
+    }
+    assert_eq!((size, fs.getattr(&cx(), ino, Some(handle)).unwrap().size), (all, all));
+    assert_eq!(write(size, OFlags::RDWR), Err(Errno::NOSPC));
+    assert_eq!(write(size - 5000, OFlags::RDWR), Ok(5000), "what lies before the end needs no room");
+    // Appended records are not torn.
+    let shorter = SetAttr { size: Some(size - 8192), ..SetAttr::default() };
+    fs.setattr(&cx(), ino, Some(handle), &shorter).unwrap();
+    assert_eq!(write(0, OFlags::RDWR | OFlags::APPEND), Err(Errno::NOSPC));
+    assert_eq!(write(size - 8192, OFlags::RDWR), Ok(8192));
+    close(&fs, ino, handle);
+    drop(fs);
+    assert!(fsck(&path, None, false).unwrap().is_clean());
+}
+
+#[test]
+fn all_of_a_fragmented_image_can_be_reserved() {
+    let (_dir, path) = image();
+    let fs = open(&path, &Options { size_bytes: Some(300 << 20), ..Options::default() }).unwrap();
+    let free = || fs.statfs(&cx(), Ino::ROOT).unwrap().bfree;
+    let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, b"").unwrap();
+    let fallocate =
+        |ino, handle, block, count, flags| fs.fallocate(&cx(), ino, handle, block * 4096, count * 4096, flags);
+    let all = free();
+    fallocate(ino, handle, 0, all, FallocateFlags::empty()).unwrap();
+    for block in 0..all / 2 {
+        fallocate(ino, handle, 2 * block, 1, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE).unwrap();
+    }
+    close(&fs, ino, handle);
+    fs.syncfs(&cx(), Ino::ROOT).unwrap();
+    let left = free();
+    assert!(left > 33_000, "more than one record takes: {left}");
+    let (ino, handle) = put(&fs, Ino::ROOT, b"other", 0, b"").unwrap();
+    fallocate(ino, handle, 0, left, FallocateFlags::empty()).unwrap();
+    close(&fs, ino, handle);
+    assert_eq!(free(), 0);
+    drop(fs);
+    let report = fsck(&path, None, false).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    let fs = open(&path, &Options::default()).unwrap();
+    let entry = fs.lookup(&cx(), Ino::ROOT, name(b"other")).unwrap();
+    assert_eq!((entry.attr.size, entry.attr.blocks), (left * 4096, left * 8));
+}
+
+#[test]
 fn a_file_that_was_empty_at_mount_keeps_writes() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();

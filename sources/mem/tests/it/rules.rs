@@ -301,6 +301,28 @@ fn listings_are_stable_while_names_come_and_go() {
     assert_eq!(seen, (0..100).map(|index| format!("stays{index}")).collect::<Vec<_>>());
 }
 
+#[test]
+fn names_that_stay_are_listed_whatever_they_mean() {
+    for share in both() {
+        let (fs, cx) = (&share.fs, &share.cx);
+        let expected: Vec<String> = (0..2000).map(|index| index.to_string()).collect();
+        for file in &expected {
+            share.file(Ino::ROOT, file, b"");
+        }
+        let handle = fs.opendir(cx, Ino::ROOT, OFlags::RDONLY).unwrap();
+        let mut lines = share.list_some(Ino::ROOT, handle, (0, false), 1000);
+        for (from, to, flags) in [("1500", "1600", RenameFlags::EXCHANGE), ("1700", "new", RenameFlags::WHITEOUT)] {
+            fs.rename(cx, (Ino::ROOT, name(from)), (Ino::ROOT, name(to)), flags).unwrap();
+        }
+        let offset = lines.last().unwrap().next;
+        lines.extend(share.list_some(Ino::ROOT, handle, (offset, false), 2000));
+        fs.releasedir(cx, Ino::ROOT, handle);
+        let names: Vec<String> =
+            lines.into_iter().map(|line| line.name).filter(|name| !name.starts_with('.')).collect();
+        assert!(names == expected, "{} names", names.len());
+    }
+}
+
 /// As xfstests' generic/736: a name that is renamed gets behind all others.
 #[test]
 fn a_listing_ends_while_its_names_are_renamed() {

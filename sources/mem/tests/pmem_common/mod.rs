@@ -110,7 +110,7 @@ pub fn at(ino: Ino, handle: Handle, offset: u64, len: usize) -> IoRange {
     IoRange { ino, handle, offset, len: len as u32, flags: OFlags::RDWR, clear_privileges: false, owner: None }
 }
 
-/// Makes a file, or opens what is there, and writes it.
+/// Makes a file, or opens what is there, and writes it: all of it, or it is an error.
 pub fn put(fs: &PMem, dir: Ino, file: &[u8], offset: u64, mut bytes: &[u8]) -> ferry_vfs::Result<(Ino, Handle)> {
     let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
     let (entry, handle) = match fs.create(&cx(), dir, name(file), &new, OFlags::RDWR | OFlags::EXCL) {
@@ -121,14 +121,13 @@ pub fn put(fs: &PMem, dir: Ino, file: &[u8], offset: u64, mut bytes: &[u8]) -> f
         made => made?,
     };
     let len = bytes.len();
-    match fs.write(&cx(), &at(entry.ino, handle, offset, len), &mut bytes) {
-        Ok(data) => assert_eq!(data.bytes(), Some(len)),
-        Err(error) => {
-            close(fs, entry.ino, handle);
-            return Err(error);
-        }
-    }
-    Ok((entry.ino, handle))
+    let outcome = match fs.write(&cx(), &at(entry.ino, handle, offset, len), &mut bytes) {
+        Ok(data) if data.bytes() == Some(len) => return Ok((entry.ino, handle)),
+        Ok(_) => Err(ferry_vfs::Errno::NOSPC),
+        Err(error) => Err(error),
+    };
+    close(fs, entry.ino, handle);
+    outcome
 }
 
 pub fn close(fs: &PMem, ino: Ino, handle: Handle) {

@@ -117,6 +117,35 @@ fn an_indirect_table_holds_the_whole_chain() {
 }
 
 #[test]
+fn a_chain_of_too_many_pieces_is_dropped() {
+    const PIECE_BYTES: u64 = 0x1000;
+    let (mut driver, mut ring) = Driver::new();
+    let mut memory = Memory::clone(&driver.memory);
+    for number in 0..8 {
+        let part = region(2 * BASE + number * PIECE_BYTES, PIECE_BYTES);
+        memory = memory.with(&part, memfd(PIECE_BYTES), false).unwrap();
+    }
+    let mut pieces = Vec::new();
+    memory.translate(2 * BASE, 8 * PIECE_BYTES, &mut pieces).unwrap();
+    assert!(pieces.len() > 4, "{pieces:?}");
+    ring.set_memory(Arc::new(memory));
+    let mut chain = Chain::default();
+    for (entries, is_taken) in [(512, true), (1000, false), (512, true)] {
+        driver.describe(TABLE, 0, (INDIRECT_TABLE, 16 * u32::from(entries), INDIRECT, 0));
+        for entry in 0..entries {
+            let next = if entry + 1 < entries { NEXT } else { 0 };
+            driver.describe(INDIRECT_TABLE, entry, (2 * BASE, 0x8000, next, entry + 1));
+        }
+        driver.offer(0);
+        let expected = match is_taken {
+            true => PopOutcome::Chain,
+            false => PopOutcome::Dropped(ChainError::TooScattered(4096)),
+        };
+        assert_eq!(ring.pop(&mut chain).unwrap(), expected, "{entries} entries of {} pieces", pieces.len());
+    }
+}
+
+#[test]
 fn drops_chains_that_make_no_sense_and_goes_on() {
     type Raw = (u64, u32, u16, u16);
     let too_long = ChainError::TooLong(usize::from(QUEUE_SIZE_MAX));

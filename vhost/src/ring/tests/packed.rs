@@ -181,8 +181,10 @@ fn begins_at_the_base_in_each_encoding() {
         (Some(0x0005_8000), 0x8000, Begin::At(0x8000)),
         (Some(0x0005_8000), 0x0005_8000, Begin::Resume(0x0005_8000)),
     ] {
-        assert_eq!(Begin::after(stopped_at, base), expected, "{stopped_at:x?} {base:#x}");
+        assert_eq!(Begin::after(stopped_at, base, || false), expected, "{stopped_at:x?} {base:#x}");
     }
+    assert_eq!(Begin::after(Some(0), 0, || true), Begin::Resume(0));
+    assert_eq!(Begin::after(Some(5), 0, || true), Begin::At(0));
 }
 
 #[test]

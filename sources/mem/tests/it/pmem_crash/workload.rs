@@ -189,8 +189,10 @@ impl Workload {
         let range = IoRange { flags: OFlags::RDWR | flags, ..at(ino, handle, offset, len) };
         match self.fs.write(&cx(), &range, &mut &bytes[..]) {
             Ok(data) => {
-                assert_eq!(data.bytes(), Some(len));
-                self.model.write(ino.0, offset as usize, &bytes);
+                // Without room for all, what fits is written, but records are appended as a whole.
+                let count = data.bytes().unwrap();
+                assert!(count == len || what != 6 && (1..len).contains(&count), "{count} of {len}");
+                self.model.write(ino.0, offset as usize, &bytes[..count]);
                 if what == 7 {
                     self.promise(What::Bytes(ino.0));
                 }
