@@ -18,7 +18,7 @@ use ferry_virtiofs::SessionStore;
 use crate::flags::{Address, Kind, Share};
 use crate::{paths, sandbox};
 
-pub use client::{Client, Target, is_in_mount, manager_of, reports_of, statuses};
+pub use client::{CHANGE_TIME, Client, Target, is_in_mount, manager_of, reports_of, statuses};
 
 /// The owner of this server.
 pub const OWNER: Owner = Owner { pid: sandbox::pid, may_access: sandbox::may_access };

@@ -35,7 +35,6 @@ use plan::Base;
 use servers::Servers;
 use unit::Unit;
 
-pub use manager::CHANGE_TIME;
 pub use plan::units_of_command;
 
 /// Serves the shares of a command line until SIGTERM or SIGINT, or until nothing is left to serve. Returns the exit status.

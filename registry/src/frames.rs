@@ -18,9 +18,6 @@ use base64::engine::general_purpose::STANDARD;
 use ferry_image::ByteSink as Sink;
 use zstd::bulk::{Compressor, Decompressor};
 
-use crate::error::Error;
-use crate::manifest::Sha256;
-
 /// The bytes of a part in each frame.
 const FRAME_BYTES: u64 = 256 << 10;
 /// The maximum length of a frame: what does not shrink grows by less.
@@ -109,15 +106,16 @@ impl Frames {
     ///
     /// # Errors
     ///
-    /// That of `fetch`, or of `sink`. If `sink` refuses data of `edges` as damaged, its error has the kind `Interrupted`, as if other servers
-    /// could be asked: the next call fetches them.
-    pub(crate) fn read(
+    /// That of `fetch`, or of `sink`, by `of_sink`. If `sink` refuses data of `edges` as damaged, its error has the kind `Interrupted`, as if
+    /// other servers could be asked: the next call fetches them.
+    pub(crate) fn read<E>(
         &self,
-        (blob, range): (Sha256, &Range<u64>),
+        (blob, range): (BlobDigest, &Range<u64>),
         edges: &EdgeFrames,
-        fetch: impl Fn(&Range<u64>, &mut Sink<'_>) -> Result<(), Error>,
+        fetch: impl Fn(&Range<u64>, &mut Sink<'_>) -> Result<(), E>,
+        of_sink: impl Fn(io::Error) -> E,
         sink: &mut Sink<'_>,
-    ) -> Result<(), Error> {
+    ) -> Result<(), E> {
         let index = |byte: u64| usize::try_from(byte / FRAME_BYTES).unwrap_or(usize::MAX);
         if range.is_empty() || range.end > self.bytes {
             return Ok(());
@@ -129,8 +127,8 @@ impl Frames {
             while !left.is_empty() {
                 if let Some(packed) = edges.get(blob, left.start) {
                     unpacker.take(&packed, sink).map_err(|error| match error.kind() {
-                        io::ErrorKind::InvalidData => Error::Sink(io::Error::new(io::ErrorKind::Interrupted, error)),
-                        _ => Error::Sink(error),
+                        io::ErrorKind::InvalidData => of_sink(io::Error::new(io::ErrorKind::Interrupted, error)),
+                        _ => of_sink(error),
                     })?;
                     left.start += 1;
                     continue;
@@ -157,20 +155,23 @@ impl Frames {
 #[derive(Debug, Default)]
 pub(crate) struct EdgeFrames(Mutex<VecDeque<EdgeFrame>>);
 
+/// The SHA-256 digest of a blob.
+type BlobDigest = [u8; 32];
+
 /// A compressed frame of a blob, and its number.
-type EdgeFrame = (Sha256, usize, Arc<[u8]>);
+type EdgeFrame = (BlobDigest, usize, Arc<[u8]>);
 
 impl EdgeFrames {
     fn all(&self) -> MutexGuard<'_, VecDeque<EdgeFrame>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn get(&self, blob: Sha256, at: usize) -> Option<Arc<[u8]>> {
+    fn get(&self, blob: BlobDigest, at: usize) -> Option<Arc<[u8]>> {
         let all = self.all();
         all.iter().find(|frame| (frame.0, frame.1) == (blob, at)).map(|(.., packed)| Arc::clone(packed))
     }
 
-    fn insert(&self, blob: Sha256, new: Vec<(usize, Arc<[u8]>)>) {
+    fn insert(&self, blob: BlobDigest, new: Vec<(usize, Arc<[u8]>)>) {
         let mut all = self.all();
         for (at, packed) in new {
             all.retain(|frame| (frame.0, frame.1) != (blob, at));
@@ -180,7 +181,7 @@ impl EdgeFrames {
         all.drain(..surplus);
     }
 
-    fn remove(&self, blob: Sha256, range: &Range<usize>) {
+    fn remove(&self, blob: BlobDigest, range: &Range<usize>) {
         self.all().retain(|frame| frame.0 != blob || !range.contains(&frame.1));
     }
 }
@@ -285,13 +286,13 @@ mod tests {
         let fetch = |wanted: &Range<u64>, sink: &mut Sink<'_>| {
             fetched.set(fetched.get() + wanted.end - wanted.start);
             let [from, to] = [wanted.start, wanted.end].map(|at| usize::try_from(at).unwrap());
-            blob[from..to].chunks(piece).try_for_each(sink).map_err(Error::Sink)
+            blob[from..to].chunks(piece).try_for_each(sink)
         };
         let mut sink = |bytes: &[u8]| {
             found.extend_from_slice(bytes);
             Ok(())
         };
-        frames.read((Sha256([7; 32]), range), edges, fetch, &mut sink).unwrap();
+        frames.read(([7; 32], range), edges, fetch, |error| error, &mut sink).unwrap();
         (found, fetched.get())
     }
 
@@ -330,9 +331,9 @@ mod tests {
         read_with(&frames, &wrong, &(0..1000), 10_000, &edges);
         assert_eq!(read_with(&frames, &blob, &(1000..2000), 10_000, &edges).1, 0);
         let refuse = |_: &[u8]| Err(io::ErrorKind::InvalidData.into());
-        let none = |_: &Range<u64>, _: &mut Sink<'_>| panic!("it is here");
-        let error = frames.read((Sha256([7; 32]), &(2000..3000)), &edges, none, &mut { refuse }).unwrap_err();
-        assert!(matches!(error, Error::Sink(error) if error.kind() == io::ErrorKind::Interrupted));
+        let none = |_: &Range<u64>, _: &mut Sink<'_>| -> io::Result<()> { panic!("it is here") };
+        let error = frames.read(([7; 32], &(2000..3000)), &edges, none, |error| error, &mut { refuse }).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::Interrupted);
         assert_eq!(
             read_with(&frames, &blob, &(2000..3000), 10_000, &edges),
             (part[2000..3000].to_vec(), frames.ends[0])

@@ -170,7 +170,7 @@ impl Fetch for Packs {
                     None => self.remote.read(*blob, &range, sink),
                     Some(frames) => {
                         let fetch = |range: &Range<u64>, sink: &mut ByteSink<'_>| self.remote.read(*blob, range, sink);
-                        frames.read((blob.sha256, &range), &self.edges, fetch, sink)
+                        frames.read((blob.sha256.0, &range), &self.edges, fetch, Error::Sink, sink)
                     }
                 };
                 read.map_err(told)?;

@@ -32,14 +32,6 @@ pub(crate) struct RingSetup {
     pub(crate) indirect: bool,
 }
 
-impl RingSetup {
-    /// Whether it is a split ring with used entries. Its driver begins with index 0, which returns after each lap of the
-    /// indices.
-    pub(crate) fn is_used(&self, memory: &Memory) -> bool {
-        !self.packed && split::used_index(memory, self.addresses.used).is_some_and(|index| index != 0)
-    }
-}
-
 /// Where a ring begins. The numbers are those of `SET_VRING_BASE`: the index of a split ring; for a packed ring the
 /// available index with its wrap counter in bit 15, and above them the used index and its wrap counter, which some
 /// front ends omit.

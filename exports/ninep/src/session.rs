@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 use ferry_serve::events::{EventClient, Queue, subscribe};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{
-    Attr, Caller, Changes, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, RandomKey, Removals,
-    Result, SessionId, Subscription, XattrFlags, checks,
+    Attr, Caller, Changes, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, OFlags, RandomKey, Removals, Result,
+    SessionId, Subscription, XattrFlags, checks,
 };
 use ferry_wire::ninep::{
     Fid, LockRequest, Qid, QidKind, READ_HEAD_BYTES, Reply, VERSION_OF_FERRY, VERSION_UNKNOWN, VersionReply, agree,
@@ -19,7 +19,7 @@ use ferry_wire::ninep::{
 
 use crate::append_tracking::{AppendTracking, ClientEnds, TrackedWrite};
 use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
-use crate::own_renames::OwnRenames;
+use crate::own_renames::{self, OwnRenames};
 use crate::qids::{Paths, version};
 use crate::read_ahead::Reader;
 use crate::share::Share;
@@ -48,7 +48,7 @@ pub(crate) struct Session {
     pub(crate) client_ends: ClientEnds,
     /// Names that users must look up again before a removal.
     pub(crate) removals: Removals,
-    pub(crate) renames: OwnRenames,
+    pub(crate) renames: OwnRenames<Node>,
     /// The account that is charged.
     pub(crate) holder: Arc<ConnectionAccount>,
     /// The client may send Tevents.
@@ -92,19 +92,8 @@ pub(crate) struct File {
     pub(crate) state: State,
 }
 
-/// A directory and a name in it.
-pub(crate) struct Place {
-    pub(crate) dir: Arc<Node>,
-    pub(crate) name: NameBuf,
-    /// The number of the session's renames before it was found there.
-    pub(crate) renames: u64,
-}
-
-impl Place {
-    pub(crate) fn new(dir: &Arc<Node>, name: Name<'_>, renames: u64) -> Arc<Self> {
-        Arc::new(Self { dir: Arc::clone(dir), name: name.to_buf(), renames })
-    }
-}
+/// Where a file was found.
+pub(crate) type Place = own_renames::Place<Node>;
 
 /// The use of a fid.
 #[derive(Clone)]
@@ -338,6 +327,11 @@ impl Session {
     /// Returns the number of fids.
     pub(crate) fn fids(&self) -> usize {
         lock(&self.fids).len()
+    }
+
+    /// Returns the current location of a file in a directory.
+    pub(crate) fn place(&self, dir: &Arc<Node>, name: Name<'_>) -> Arc<Place> {
+        self.renames.place((dir, dir.ino), name)
     }
 
     /// Returns the state of a fid.

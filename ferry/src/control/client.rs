@@ -22,12 +22,14 @@ use ferry_control::{
     Status, managers, printable, sockets,
 };
 
-use crate::processes::CHANGE_TIME;
 use crate::status;
 
 /// The timeout of a request: a server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The timeout of a change, in which servers start and others end.
+/// The maximum time of a change that fails: new servers start, others end, their replacements start and end, and the former
+/// ones start again. Each start may count a tree for minutes.
+pub const CHANGE_TIME: Duration = Duration::from_secs(3 * 600 + 2 * 10);
+/// The timeout of a change.
 const CHANGE_PATIENCE: Duration = CHANGE_TIME.saturating_add(PATIENCE);
 /// The maximum number of servers that are asked at once; each can take the whole timeout.
 const ASKING_MAX: usize = 32;

@@ -22,7 +22,7 @@ use super::child::Task;
 use super::plan::{self, Base, ItemSettings, Plan, Replacement};
 use super::servers::{Server, Servers};
 use super::unit::Unit;
-use crate::control::{Client, OWNER};
+use crate::control::{CHANGE_TIME, Client, OWNER};
 use crate::new_files::Success;
 use crate::{config, disk};
 
@@ -33,9 +33,8 @@ const COUNT_TIME: Duration = Duration::from_secs(600);
 /// The time in which servers end before the reply is sent. They sync what was written.
 const END_TIME: Duration = Duration::from_secs(10);
 
-/// The maximum time of a change that fails: new servers start, others end, their replacements start and end, and the former ones start
-/// again.
-pub const CHANGE_TIME: Duration = COUNT_TIME.saturating_mul(3).saturating_add(END_TIME.saturating_mul(2));
+// Clients wait that long.
+const _: () = assert!(CHANGE_TIME.as_secs() == 3 * COUNT_TIME.as_secs() + 2 * END_TIME.as_secs());
 
 /// The maximum number of requests that wait for a change; more come from no script that waits for its changes.
 const WAITING_MAX: usize = 64;

@@ -5,11 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ferry_vfs::{Backing, Change, Data, Errno, Ino, IoRange, OFlags, Result, SessionId};
-use ferry_wire::fuse::{Negotiated, Reply, WRITE_HEAD_BYTES};
+use ferry_wire::fuse::{InitFlags, Negotiated, Reply, WRITE_HEAD_BYTES};
 
 use crate::active_request::ActiveRequest;
 use crate::carrier::{FuseCarrier, HEADER_BYTES, ServeOutcome};
-use crate::persistence::PriorAppend;
+use crate::persistence::{PriorAppend, prior_append};
 use crate::reply;
 use crate::server::{Context, Server};
 use crate::session::Session;
@@ -126,7 +126,11 @@ impl Server {
         cached: bool,
         carrier: &mut impl FuseCarrier,
     ) -> Result<ServeOutcome> {
-        match self.prior_append(cx, range, cached, carrier)? {
+        // A client with a write-back cache places appended bytes itself.
+        let places = cached || cx.session.negotiated().has(InitFlags::WRITEBACK_CACHE);
+        let is_append = !places && range.len > 0 && range.flags.contains(OFlags::APPEND);
+        let by = (&*self.share.source, &cx.caller);
+        match is_append.then(|| prior_append(by, range, carrier)).transpose()? {
             Some(PriorAppend::Nothing) => self.write(cx, range, cached, carrier),
             Some(PriorAppend::Whole) => {
                 let bytes = range.len as usize;

@@ -4,6 +4,6 @@ mod repeated_append;
 mod reply_cache;
 mod session_store;
 
-pub(crate) use repeated_append::PriorAppend;
+pub(crate) use repeated_append::{PriorAppend, prior_append};
 pub use session_store::RestoreError;
 pub(crate) use session_store::{HeldLocks, OpenRecord, SessionRecord};

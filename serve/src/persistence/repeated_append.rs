@@ -4,11 +4,10 @@
 //! of the request; if they are not there, they are appended. Equal bytes that another writer appended count as found.
 
 use ferry_engine::DataInput;
-use ferry_vfs::{Data, Errno, Input, IoRange, OFlags, Output, Result};
-use ferry_wire::fuse::{InitFlags, WRITE_HEAD_BYTES};
+use ferry_vfs::{Caller, Data, Errno, FileSystem, Input, IoRange, OFlags, Output, Result};
+use ferry_wire::fuse::WRITE_HEAD_BYTES;
 
 use crate::carrier::FuseCarrier;
-use crate::server::{Context, Server};
 
 /// The most bytes at the end of a file that are searched: the server was killed soon after it appended.
 const SEARCHED_BYTES_MAX: u64 = 64 << 20;
@@ -28,65 +27,34 @@ pub(crate) enum PriorAppend {
     Whole,
 }
 
-impl Server {
-    /// Finds out what a previous server did of this WRITE with `O_APPEND`. `None`: it is no append.
-    pub(crate) fn prior_append(
-        &self,
-        cx: &Context<'_>,
-        range: &IoRange,
-        cached: bool,
-        carrier: &impl FuseCarrier,
-    ) -> Result<Option<PriorAppend>> {
-        // A client with a write-back cache places appended bytes itself.
-        let places = cached || cx.session.negotiated().has(InitFlags::WRITEBACK_CACHE);
-        if places || range.len == 0 || !range.flags.contains(OFlags::APPEND) {
-            return Ok(None);
-        }
-        let mut payload = vec![0; range.len as usize];
-        if DataInput::new(carrier, WRITE_HEAD_BYTES, payload.len()).take(&mut payload) < payload.len() {
-            return Err(Errno::IO);
-        }
-        let source = &self.share.source;
-        let size = source.getattr(&cx.caller, range.ino, Some(range.handle))?.size;
-        let start = range.offset.max(size.saturating_sub(SEARCHED_BYTES_MAX));
-        if size <= range.offset {
-            return Ok(Some(PriorAppend::Nothing));
-        }
-        // The client's own handle may be for writing only.
-        let handle = source.open(&cx.caller, range.ino, OFlags::RDONLY)?;
-        let at = IoRange { handle, offset: start, flags: OFlags::RDONLY, clear_privileges: false, ..*range };
-        let mut search = Search::new(payload);
-        let searched = self.search(cx, at, &mut search);
-        source.release(&cx.caller, range.ino, handle);
-        let end = searched?;
-        let is_part = end.checked_sub(search.matched as u64) == Some(range.offset) && end.is_multiple_of(PAGE_BYTES);
-        Ok(Some(match search.matched {
-            matched if matched == search.wanted.len() => PriorAppend::Whole,
-            1.. if is_part => PriorAppend::Part,
-            _ => PriorAppend::Nothing,
-        }))
+/// Finds out what a previous server did of this WRITE with `O_APPEND`.
+pub(crate) fn prior_append(
+    (source, caller): (&dyn FileSystem, &Caller<'_>),
+    range: &IoRange,
+    carrier: &impl FuseCarrier,
+) -> Result<PriorAppend> {
+    let mut payload = vec![0; range.len as usize];
+    if DataInput::new(carrier, WRITE_HEAD_BYTES, payload.len()).take(&mut payload) < payload.len() {
+        return Err(Errno::IO);
     }
-
-    /// Reads from an offset until the bytes are found, or to the end of the file. Returns where it ended.
-    fn search(&self, cx: &Context<'_>, mut at: IoRange, search: &mut Search) -> Result<u64> {
-        at.len = READ_BYTES;
-        let mut buffer = vec![0; READ_BYTES as usize];
-        while search.matched < search.wanted.len() {
-            let count = match self.share.source.read(&cx.caller, &at, search)? {
-                Data::Bytes(count) => count,
-                Data::Extent(extent) => {
-                    let count =
-                        rustix::io::retry_on_intr(|| rustix::io::pread(&*extent.file, &mut buffer[..], extent.offset))?;
-                    search.put(&buffer[..count])
-                }
-            };
-            if count == 0 {
-                break;
-            }
-            at.offset = at.offset.checked_add(count as u64).ok_or(Errno::FBIG)?;
-        }
-        Ok(at.offset)
+    let size = source.getattr(caller, range.ino, Some(range.handle))?.size;
+    let start = range.offset.max(size.saturating_sub(SEARCHED_BYTES_MAX));
+    if size <= range.offset {
+        return Ok(PriorAppend::Nothing);
     }
+    // The client's own handle may be for writing only.
+    let handle = source.open(caller, range.ino, OFlags::RDONLY)?;
+    let at = IoRange { handle, offset: start, flags: OFlags::RDONLY, clear_privileges: false, ..*range };
+    let mut search = Search::new(payload);
+    let searched = search.read((source, caller), at);
+    source.release(caller, range.ino, handle);
+    let end = searched?;
+    let is_part = end.checked_sub(search.matched as u64) == Some(range.offset) && end.is_multiple_of(PAGE_BYTES);
+    Ok(match search.matched {
+        matched if matched == search.wanted.len() => PriorAppend::Whole,
+        1.. if is_part => PriorAppend::Part,
+        _ => PriorAppend::Nothing,
+    })
 }
 
 /// Searches for bytes in a stream (Knuth, Morris, Pratt).
@@ -108,6 +76,27 @@ impl Search {
         }
         search.matched = 0;
         search
+    }
+
+    /// Reads from an offset until the bytes are found, or to the end of the file. Returns where it ended.
+    fn read(&mut self, (source, caller): (&dyn FileSystem, &Caller<'_>), mut at: IoRange) -> Result<u64> {
+        at.len = READ_BYTES;
+        let mut buffer = vec![0; READ_BYTES as usize];
+        while self.matched < self.wanted.len() {
+            let count = match source.read(caller, &at, self)? {
+                Data::Bytes(count) => count,
+                Data::Extent(extent) => {
+                    let count =
+                        rustix::io::retry_on_intr(|| rustix::io::pread(&*extent.file, &mut buffer[..], extent.offset))?;
+                    self.put(&buffer[..count])
+                }
+            };
+            if count == 0 {
+                break;
+            }
+            at.offset = at.offset.checked_add(count as u64).ok_or(Errno::FBIG)?;
+        }
+        Ok(at.offset)
     }
 
     fn next(&mut self, byte: u8) {

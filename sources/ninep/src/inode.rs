@@ -2,15 +2,16 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, RwLock, RwLockReadGuard};
 use std::time::Instant;
 
 use ferry_vfs::sync::{self, lock};
-use ferry_vfs::{Attr, Errno, FileType, Ino, NameBuf, Result, Timespec};
+use ferry_vfs::{Attr, Errno, FileType, Ino, Name, NameBuf, Result, Timespec};
 use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Step, Steps, WALK_NAMES_MAX};
 use ferry_wire::ninep::{Reply, Request};
 
 use crate::cache::CachedFile;
+use crate::change_count::count_change;
 use crate::client::{WANTED, attributes};
 use crate::connection::{Outcome, RequestError};
 use crate::extra_connections::ExtraFids;
@@ -25,19 +26,6 @@ const DEPTH_MAX: usize = 4096;
 
 /// The maximum number of files kept only to be synced by the next syncfs: each takes about 1 KiB.
 const UNSYNCED_MAX: usize = 1 << 16;
-
-/// Counts changes by clients of this process, to order them.
-static CHANGES: AtomicU64 = AtomicU64::new(0);
-
-/// Returns the current time, as a count of changes.
-pub(crate) fn now_in_changes() -> u64 {
-    CHANGES.load(Ordering::Acquire)
-}
-
-/// Counts a change, and returns its time.
-pub(crate) fn count_change() -> u64 {
-    CHANGES.fetch_add(1, Ordering::AcqRel) + 1
-}
 
 /// Identifies a file of a server. Those with one path are next to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -121,6 +109,11 @@ pub(crate) struct Inode {
 }
 
 impl Inode {
+    /// Returns the directory and the name by which it was last found.
+    fn named(&self) -> Option<(Ino, NameBuf)> {
+        self.place().map(|Place { dir, name }| (dir.ino, name))
+    }
+
     fn new(ino: Ino, path: u64, kind: FileType, place: Option<Place>, fid: Option<Arc<OwnedFid>>) -> Arc<Self> {
         let (place, fid) = (Mutex::new(place), Mutex::new(fid));
         let name_state = NameState::default();
@@ -344,6 +337,32 @@ pub(crate) struct Inodes {
 }
 
 impl Inodes {
+    /// Begins to remove or rename names, until the guard is dropped.
+    pub(crate) fn begin_removal(&self) -> RwLockReadGuard<'_, ()> {
+        self.removals.begin()
+    }
+
+    /// Waits until the removals and renames under way are recorded.
+    pub(crate) fn wait_for_removals(&self) {
+        self.removals.wait();
+    }
+
+    /// Records that this client has removed a name, or has given it to another file.
+    pub(crate) fn removed(&self, dir: &Inode, name: Name<'_>) {
+        self.removals.record(dir.ino, name, |names| {
+            for inode in self.all() {
+                if inode.name_state.is_removed_in(names, inode.named()) {
+                    inode.name_state.mark_removed();
+                }
+            }
+        });
+    }
+
+    /// Returns whether this client has removed the name of a file.
+    pub(crate) fn is_removed(&self, inode: &Inode) -> bool {
+        self.removals.has(&inode.name_state, inode.named())
+    }
+
     pub(crate) fn new(root: Qid, has_events: bool) -> Self {
         let root = Inode::new(Ino::ROOT, root.path, FileType::Directory, None, None);
         let tables = RwLock::new(Tables { next: Ino::ROOT.0 + 1, ..Tables::default() });

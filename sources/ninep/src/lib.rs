@@ -36,6 +36,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cache;
+mod change_count;
 mod client;
 mod connection;
 mod connector;

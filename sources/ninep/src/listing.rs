@@ -9,10 +9,11 @@ use ferry_vfs::{
 };
 use ferry_wire::ninep::{DirEntries, QidKind, Reply, Request};
 
+use crate::change_count::now_in_changes;
 use crate::client::Shared;
 use crate::connection::{Outcome, RequestError};
 use crate::file::HEAD_BYTES;
-use crate::inode::{Inode, now_in_changes};
+use crate::inode::Inode;
 use crate::session::{OwnedFid, Session};
 
 /// The maximum size of a message with names, in bytes.

@@ -3,18 +3,18 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
+use std::sync::{Mutex, RwLock, RwLockReadGuard};
 
 use ferry_vfs::sync::{self, lock};
 use ferry_vfs::{Ino, Name, NameBuf};
 
-use crate::inode::{Inode, Inodes, Place, count_change, now_in_changes};
+use crate::change_count::{count_change, now_in_changes};
 
 /// The maximum number of remembered names. With more, the files that had them are marked, which takes a look at each.
 const NAMES_MAX: usize = 4096;
 
 /// A directory and a name, and when it was removed, as a count of changes.
-type Names = HashMap<(Ino, NameBuf), u64>;
+pub(crate) type Names = HashMap<(Ino, NameBuf), u64>;
 
 /// The removals of a client.
 #[derive(Debug, Default)]
@@ -38,47 +38,44 @@ impl NameState {
         self.found.store(now_in_changes(), Ordering::Release);
         self.is_removed.store(false, Ordering::Release);
     }
-}
 
-impl Inode {
-    fn is_removed_in(&self, names: &Names) -> bool {
-        let place = self.place().map(|Place { dir, name }| (dir.ino, name));
+    /// Returns whether this name of the file was removed after the file was found by it.
+    pub(crate) fn is_removed_in(&self, names: &Names, place: Option<(Ino, NameBuf)>) -> bool {
         let time = place.and_then(|place| names.get(&place).copied());
-        time.is_some_and(|time| time > self.name_state.found.load(Ordering::Acquire))
+        time.is_some_and(|time| time > self.found.load(Ordering::Acquire))
+    }
+
+    /// The name was removed, which is no longer remembered.
+    pub(crate) fn mark_removed(&self) {
+        self.is_removed.store(true, Ordering::Release);
     }
 }
 
-impl Inodes {
+impl Removals {
     /// Begins to remove or rename names, until the guard is dropped.
-    pub(crate) fn begin_removal(&self) -> RwLockReadGuard<'_, ()> {
-        sync::read(&self.removals.under_way)
+    pub(crate) fn begin(&self) -> RwLockReadGuard<'_, ()> {
+        sync::read(&self.under_way)
     }
 
     /// Waits until the removals and renames under way are recorded.
-    pub(crate) fn wait_for_removals(&self) {
-        drop(sync::write(&self.removals.under_way));
+    pub(crate) fn wait(&self) {
+        drop(sync::write(&self.under_way));
     }
 
-    /// Records that this client has removed a name, or has given it to another file.
-    pub(crate) fn removed(&self, dir: &Inode, name: Name<'_>) {
-        let mut names = lock(&self.removals.names);
-        names.insert((dir.ino, name.to_buf()), count_change());
+    /// Records that this client has removed a name, or has given it to another file. `mark` marks the files that had one of
+    /// the names, which are then forgotten.
+    pub(crate) fn record(&self, dir: Ino, name: Name<'_>, mark: impl FnOnce(&Names)) {
+        let mut names = lock(&self.names);
+        names.insert((dir, name.to_buf()), count_change());
         if names.len() >= NAMES_MAX {
-            self.mark_removed(names);
+            mark(&names);
+            names.clear();
         }
     }
 
-    /// Marks the files whose names were removed.
-    fn mark_removed(&self, mut names: MutexGuard<'_, Names>) {
-        for inode in self.all().iter().filter(|inode| inode.is_removed_in(&names)) {
-            inode.name_state.is_removed.store(true, Ordering::Release);
-        }
-        names.clear();
-    }
-
-    /// Returns whether this client has removed the name of a file.
-    pub(crate) fn is_removed(&self, inode: &Inode) -> bool {
-        let names = lock(&self.removals.names);
-        inode.name_state.is_removed.load(Ordering::Acquire) || inode.is_removed_in(&names)
+    /// Returns whether this client has removed the name of a file, which was last found at this place.
+    pub(crate) fn has(&self, state: &NameState, place: Option<(Ino, NameBuf)>) -> bool {
+        let names = lock(&self.names);
+        state.is_removed.load(Ordering::Acquire) || state.is_removed_in(&names, place)
     }
 }

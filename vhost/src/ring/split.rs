@@ -48,9 +48,13 @@ pub(crate) struct SplitRing {
 // SAFETY: the table of descriptors lies in `memory`, which is kept mapped, on any thread.
 unsafe impl Send for SplitRing {}
 
-/// Returns the used index of a ring in memory.
-pub(super) fn used_index(memory: &Memory, address: u64) -> Option<u16> {
-    Some(memory.part(address, ENTRIES, 4)?.load_u16(INDEX, Ordering::Acquire))
+impl RingSetup {
+    /// Whether it is a split ring with used entries. Its driver begins with index 0, which returns after each lap of the
+    /// indices.
+    pub(crate) fn is_used(&self, memory: &Memory) -> bool {
+        let used = || Some(memory.part(self.addresses.used, ENTRIES, 4)?.load_u16(INDEX, Ordering::Acquire));
+        !self.packed && used().is_some_and(|index| index != 0)
+    }
 }
 
 impl SplitRing {

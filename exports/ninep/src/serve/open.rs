@@ -104,7 +104,7 @@ impl Context<'_> {
         let size = if flags.contains(OFlags::TRUNC) { 0 } else { attr.size };
         open.found(self.session, size);
         let qid = node.qid(&attr);
-        let place = Some(self.session.renames.place(&dir.node, name));
+        let place = Some(self.session.place(&dir.node, name));
         let file = File { node, place, user, root: dir.root, state: State::Open(open) };
         self.session.replace(fid, &dir, file)?;
         Ok(Reply::Create { qid, iounit: 0 })

@@ -42,7 +42,7 @@ impl Context<'_> {
         self.share.source.rename(&cx, from, to, RenameFlags::empty())?;
         self.session.removals.record_lookup(from, None);
         self.session.removals.record_lookup(to, None);
-        self.session.renames.add(from, (&new_dir.node, new_name));
+        self.session.renames.add(from, (&new_dir.node, new_dir.node.ino), new_name);
         Ok(())
     }
 
@@ -72,7 +72,7 @@ impl Context<'_> {
         is_file(&file)?;
         let (dir, place) = self.place(&file)?;
         self.rename_in(&dir, place.name.as_name(), &new_dir, name)?;
-        let moved = File { place: Some(self.session.renames.place(&new_dir.node, name)), ..File::clone(&file) };
+        let moved = File { place: Some(self.session.place(&new_dir.node, name)), ..File::clone(&file) };
         // If the fid was changed concurrently, its location stays.
         let _ = self.session.replace(fid, &file, moved);
         Ok(Reply::Rename)

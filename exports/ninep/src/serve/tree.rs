@@ -90,7 +90,7 @@ impl Context<'_> {
                 Step::Parent => self.parent(&reached.node, &from).map(|found| (found, None)),
                 Step::Child(name) => self
                     .child(&reached.node, name, from.user)
-                    .map(|found| (found, Some(self.session.renames.place(&reached.node, name)))),
+                    .map(|found| (found, Some(self.session.place(&reached.node, name)))),
             };
             match made {
                 Ok(((node, attr), place)) => {

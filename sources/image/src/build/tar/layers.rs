@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::io::Read;
 use std::path::Path;
 
-use super::FileBytes;
+use super::file_bytes::FileBytes;
 use super::marks::{Mark, mark};
 use super::member::{Kind, Member, Members};
 use super::pax::Globals;

@@ -5,7 +5,7 @@
 
 use ferry_vfs::{Name, NameBuf, Timespec};
 
-use super::FileBytes;
+use super::file_bytes::FileBytes;
 use super::member::Member;
 use super::place::{components, directory, place};
 use crate::build::filter::Whiteouts;

@@ -7,6 +7,7 @@
 //! Source: POSIX.1-2024, pax ("ustar Interchange Format", "pax Header Block"), and GNU tar's manual ("Basic Tar
 //! Format").
 
+mod file_bytes;
 mod header;
 mod layers;
 mod marks;
@@ -25,10 +26,11 @@ use ferry_vfs::Timespec;
 
 use crate::build::content_writer::ContentWriter;
 use crate::build::filter::Whiteouts;
-use crate::build::tree_builder::{Refusal, TreeBuilder};
+use crate::build::tree_builder::TreeBuilder;
 use crate::format::error::Result;
 use crate::format::tree::{Node, Tree, set_xattr};
 
+use file_bytes::FileBytes;
 use marks::LayerMarks;
 use member::Members;
 use pax::Globals;
@@ -90,28 +92,6 @@ pub(crate) fn read_layer<W: ContentWriter>(
     writer: &mut W,
 ) -> Result<Tree> {
     read_with(Members::of(input, source, Globals::Ignore), source, (Some(rules.whiteouts), Some(rules)), writer)
-}
-
-/// The default maximum size of all files of an archive in bytes: a small archive can describe large files with holes, which take as
-/// much time to hash as others.
-const FILE_BYTES_MAX: u64 = 1 << 40;
-
-/// The size of the files of an archive, or of several, so far.
-pub(super) struct FileBytes {
-    sum: u64,
-    max: u64,
-}
-
-impl FileBytes {
-    pub(super) fn within(max: Option<u64>) -> Self {
-        Self { sum: 0, max: max.map_or(FILE_BYTES_MAX, |max| max.min(FILE_BYTES_MAX)) }
-    }
-
-    pub(super) fn add(&mut self, bytes: u64) -> std::result::Result<(), Refusal> {
-        self.sum = self.sum.saturating_add(bytes);
-        let Self { sum, max } = self;
-        if sum > max { Err(format!("the files up to here have {sum} bytes, more than {max}")) } else { Ok(()) }
-    }
 }
 
 fn read_with<W: ContentWriter>(
