@@ -37,6 +37,7 @@ use signal_hook::iterator::Signals;
 
 use crate::image::watch::GuardianFiles;
 use crate::image::watch::dead_server::DeadServer;
+use crate::state;
 
 /// The name of the process in process lists, by which the program recognizes its role.
 const NAME: &str = "ferry-guardian";
@@ -90,7 +91,6 @@ impl Guardian {
     pub fn start(duty: GuardianTask<'_>) -> Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg0(NAME).env_clear().current_dir("/").stderr(Stdio::piped());
-        ferry_isolation::inherit_only(&mut command, Vec::new());
         let args: Vec<OsString> = match duty {
             GuardianTask::Connection { mountpoint, switch, resumable: None } => {
                 command.stdin(Stdio::null()).stdout(switch);
@@ -194,6 +194,8 @@ pub fn run(args: &[OsString]) -> ExitCode {
 }
 
 fn guard(args: &[OsString]) -> Result<()> {
+    // Here and not between fork and exec: then the server, which may have much memory and rings, would be forked.
+    state::close_inherited();
     let keeper = args.get(1).map(Path::new).filter(|keeper| keeper.starts_with("/proc"));
     let keeper = keeper.context("only ferry starts guardians: the thread of a server is missing")?;
     let server = match args.get(2).and_then(|kind| kind.to_str()) {

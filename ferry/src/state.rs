@@ -135,8 +135,9 @@ fn keep(dir: Option<&Path>) -> Result<()> {
     Ok(kept?)
 }
 
-/// Closes descriptors that the server has inherited (a lock, a pipe): the keeper would hold them open.
-fn close_inherited() {
+/// Closes descriptors that the server has inherited (a lock, a pipe): a process that outlives it would hold them open. Call it at the
+/// start of a program.
+pub fn close_inherited() {
     let Ok(entries) = fs::read_dir("/proc/self/fd") else { return };
     let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<RawFd>().ok());
     let numbers: Vec<RawFd> = numbers.filter(|number| *number > rustix::stdio::raw_stderr()).collect();
