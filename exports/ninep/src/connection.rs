@@ -8,6 +8,7 @@ use ferry_vfs::Cancellation;
 use ferry_vfs::sync::lock;
 use ferry_wire::ninep::{HEADER_BYTES, MSIZE_MIN, Reply, Tag};
 use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
 
@@ -271,7 +272,7 @@ impl Connection {
             rest = std::mem::replace(&mut inbox.bytes, kept);
             (inbox.start, inbox.end) = (0, length);
         }
-        inbox.since = if inbox.has_message() { None } else { inbox.since.or_else(|| Some(Instant::now())) };
+        inbox.since = inbox.since.or_else(|| Some(Instant::now()));
         match self.holder.take(Resource::Bytes, inbox.bytes.len()) {
             Ok(()) => inbox.charged_bytes = inbox.bytes.len(),
             Err(LimitReached) => {
@@ -480,16 +481,21 @@ impl Connection {
             let shakes_hands = self.stream.is_handshaking();
             return Some(if shakes_hands { "it does not finish the TLS handshake" } else { "it does not attach" });
         }
-        let begun = match self.inbox.try_lock() {
-            Ok(inbox) => inbox.since,
-            Err(TryLockError::Poisoned(inbox)) => inbox.into_inner().since,
+        let kept = match self.inbox.try_lock() {
+            Ok(inbox) => inbox.since.map(|begun| (begun, inbox.has_message())),
+            Err(TryLockError::Poisoned(inbox)) => inbox.into_inner().since.map(|begun| (begun, false)),
             // A thread is reading.
             Err(TryLockError::WouldBlock) => None,
         };
-        if begun.is_some_and(|begun| since(begun) > limits.slow_timeout) && !is_waiting {
+        let kept = kept.filter(|(begun, _)| since(*begun) > limits.slow_timeout && !is_waiting);
+        if let Some((_, false)) = kept {
             return Some("it does not finish its message");
         }
         let exchange = lock(&self.exchange);
+        // The next message is served once the socket has room again ([`Self::arm`]).
+        if kept.is_some() && exchange.request_table.requests() == 0 && !self.is_writable() {
+            return Some("it does not take its replies");
+        }
         if exchange.outbox.blocked_since().is_some_and(|begun| since(begun) > limits.slow_timeout) {
             return Some("it does not take its replies");
         }
@@ -497,6 +503,11 @@ impl Connection {
         let idle =
             limits.idle_timeout.is_some_and(|timeout| exchange.request_table.requests() == 0 && silent > timeout);
         idle.then_some("it has been silent for long")
+    }
+
+    fn is_writable(&self) -> bool {
+        let mut polled = [PollFd::new(&self.stream, PollFlags::OUT)];
+        !matches!(poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(0))
     }
 
     /// Closes the connection, because others need its resources, without a connection's lock.

@@ -256,6 +256,24 @@ fn unread_replies_are_bounded() {
     assert_eq!(other.read(Fid(1), 0, MSIZE).unwrap().len(), MSIZE as usize - READ_HEAD_BYTES);
 }
 
+/// Its replies fill no buffer, but the socket has no room for those of its next requests.
+#[test]
+fn a_client_that_reads_no_short_replies_has_to_go() {
+    let limits = Limits { slow_timeout: Duration::from_secs(1), ..Limits::default() };
+    let share = DirServer::new(Options { limits, ..Options::default() });
+    fs::write(share.path.join("f"), vec![7; 4096]).unwrap();
+    let mut deaf = share.attached(0);
+    deaf.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+    let mut messages = Vec::new();
+    for tag in 0..1000_u16 {
+        let mut message = Vec::new();
+        Request::Read { fid: Fid(1), offset: 0, bytes_max: 1000 }.encode(Tag(tag), &mut message);
+        messages.extend(message);
+    }
+    deaf.stream.write_all(&messages).unwrap();
+    share.settles(|usage| usage.connections == 0 && usage.buffered_bytes == 0);
+}
+
 /// A client that listens late gets every reply, whole.
 #[test]
 fn replies_wait_for_a_client_that_is_late() {
