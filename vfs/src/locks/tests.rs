@@ -498,6 +498,8 @@ fn an_unlock_visits_few_requests_that_wait_for_other_locks() {
     let over = |id| Lock { start: 0, end: END, ..posix(LockKind::Read, id) };
     let mut spent = Vec::new();
     for count in [1_000_u64, 10_000] {
+        // Trees of random shapes differ by a factor of three now and then.
+        tree::steps::same_shapes();
         let f = Fixture::default();
         let handle = f.open(OFlags::RDWR, false);
         let [all, other] = [10 * count, 10 * count + 1];
@@ -528,8 +530,7 @@ fn an_unlock_visits_few_requests_that_wait_for_other_locks() {
         f.release(handle);
         f.assert_nothing_left();
     }
-    // The shape of the trees is random, so the most of a few is, too: 3.1 times was seen.
-    assert!(spent[1] < 5 * spent[0], "ten times as many: {spent:?}");
+    assert!(spent[1] < 3 * spent[0], "ten times as many: {spent:?}");
 }
 
 /// Later locks conflict with one request each: the first unlock assigns each request to its own lock, and no later one does.

@@ -57,6 +57,8 @@ impl<I: Item> Default for Forest<I> {
     fn default() -> Self {
         // Xorshift never leaves 0.
         let random = RandomState::new().hash_one(0) | 1;
+        #[cfg(test)]
+        let random = steps::seed().unwrap_or(random);
         Self { nodes: Vec::new(), free: Vec::new(), random }
     }
 }
@@ -265,6 +267,16 @@ pub(super) mod steps {
 
     thread_local! {
         static STEPS: Cell<usize> = const { Cell::new(0) };
+        static SEED: Cell<Option<u64>> = const { Cell::new(None) };
+    }
+
+    /// Gives the forests of this thread the same priorities from now on, so that their steps are the same each time.
+    pub(in crate::locks) fn same_shapes() {
+        SEED.set(Some(0x9e37_79b9_7f4a_7c15));
+    }
+
+    pub(super) fn seed() -> Option<u64> {
+        SEED.get()
     }
 
     pub(super) fn count() {
