@@ -36,7 +36,11 @@ fn pattern(bytes: u64) -> Vec<u8> {
 }
 
 fn share(name: &str) -> Share {
-    let share = Share::with(Place::Disk, Options { queues: 1, name: name.into(), ..Options::default() });
+    share_in(Place::Disk, name)
+}
+
+fn share_in(place: Place, name: &str) -> Share {
+    let share = Share::with(place, Options { queues: 1, name: name.into(), ..Options::default() });
     std::fs::write(share.path.join("file"), pattern(FILE_BYTES)).unwrap();
     share
 }
@@ -275,8 +279,18 @@ fn a_client_that_shortens_a_file_keeps_its_mappings() {
 /// Whatever finds no room is a SIGBUS in the virtual machine monitor: the blocks of what a guest may store to stay the file's own.
 #[test]
 fn holes_and_copies_leave_blocks_under_windows() {
+    leave_blocks_under_windows(Place::Disk, "punched");
+}
+
+/// tmpfs cannot set a range to zero and keep its blocks (`FALLOC_FL_ZERO_RANGE`).
+#[test]
+fn holes_and_copies_leave_blocks_under_windows_in_memory() {
+    leave_blocks_under_windows(Place::Memory, "punched-in-memory");
+}
+
+fn leave_blocks_under_windows(place: Place, name: &str) {
     const PUNCH: u32 = libc::FALLOC_FL_PUNCH_HOLE.cast_unsigned() | libc::FALLOC_FL_KEEP_SIZE.cast_unsigned();
-    let share = share("punched");
+    let share = share_in(place, name);
     let (socket, _beside) = share.beside(Cache::None, 1);
     let path = share.path.join("file");
     let blocks = || {
