@@ -217,9 +217,11 @@ impl ConnectionAccount {
         has_room
     }
 
-    /// Called by a counted thread when it has served a connection.
-    pub(crate) fn end_thread(&self) {
-        lock(&self.account.threads).count -= 1;
+    /// Called by a counted thread when it has served a connection; returns what [`Self::next_waiting`] does.
+    pub(crate) fn end_thread(&self) -> Option<u64> {
+        let mut threads = lock(&self.account.threads);
+        threads.count -= 1;
+        threads.waiting.pop_front()
     }
 
     /// Returns the connection of the client that waits longest for a thread; it does not wait any more.

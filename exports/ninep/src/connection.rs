@@ -193,8 +193,7 @@ impl Connection {
 
     /// Called after the turn of the thread that [`Self::happened`] told to take a message.
     pub(crate) fn end_thread(&self) {
-        self.holder.end_thread();
-        self.hub.resume_waiting(&self.holder);
+        self.hub.resume_waiting(&self.holder, self.holder.end_thread());
     }
 
     /// Handles an event on the socket. Returns whether the caller must take a message, and then call
@@ -222,7 +221,7 @@ impl Connection {
         } else if !reads {
             self.arm(&lock(&self.interest));
             // It may have been resumed in place of another one.
-            self.hub.resume_waiting(&self.holder);
+            self.hub.resume_waiting(&self.holder, self.holder.next_waiting());
         }
         reads
     }
@@ -540,7 +539,7 @@ impl Connection {
         self.hub.forget(self.key);
         self.holder.stop_waiting(self.key);
         // It may have been resumed in place of another one.
-        self.hub.resume_waiting(&self.holder);
+        self.hub.resume_waiting(&self.holder, self.holder.next_waiting());
         let mut exchange = lock(&self.exchange);
         let Exchange { request_table, outbox } = &mut *exchange;
         let reason = shut_for.or(reason).or(outbox.state().broken).filter(|reason| !reason.is_empty());

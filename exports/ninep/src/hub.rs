@@ -249,13 +249,13 @@ impl Hub {
         (self.share.options.limits.threads_max * 3 / 4).max(THREADS_MIN)
     }
 
-    /// Watches the client's next connection that waits for a thread.
-    pub(crate) fn resume_waiting(&self, holder: &ConnectionAccount) {
-        while let Some(key) = holder.next_waiting() {
-            // One that cannot be served now must not delay the others.
+    /// Watches a client's `next` connection that waits for a thread, and the others if that cannot be served now.
+    pub(crate) fn resume_waiting(&self, holder: &ConnectionAccount, mut next: Option<u64>) {
+        while let Some(key) = next {
             if self.connection(key).is_some_and(|connection| connection.resume()) {
                 return;
             }
+            next = holder.next_waiting();
         }
     }
 
