@@ -350,7 +350,9 @@ impl Inodes {
     /// Records that this client has removed a name, or has given it to another file.
     pub(crate) fn removed(&self, dir: &Inode, name: Name<'_>) {
         self.removals.record(dir.ino, name, |names| {
-            for inode in self.all() {
+            // Only these are synced later. To look at every known file would make the removal of a million files slow.
+            let matters = |inode: &Arc<Inode>| inode.is_unsynced() || !lock(&inode.io).is_closed();
+            for inode in self.all().into_iter().filter(matters) {
                 if inode.name_state.is_removed_in(names, inode.named()) {
                     inode.name_state.mark_removed();
                 }
