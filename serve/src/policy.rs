@@ -288,20 +288,20 @@ impl Policy {
     }
 
     /// Whether the long timeouts of a client do not hold for an inode: it is not told of all its changes.
-    pub(crate) fn is_untold(&self, session: &Session, source: &dyn FileSystem, ino: Ino) -> bool {
+    pub(crate) fn misses_changes(&self, session: &Session, source: &dyn FileSystem, ino: Ino) -> bool {
         self.has_lapsed(session) || (self.receives_notifications || self.is_leased) && !source.is_watched(ino)
     }
 
-    /// Returns how long a client may cache names and attributes; `is_untold`: as [`Self::is_untold`] says of the inode.
-    pub(crate) fn timeouts(&self, session: &Session, is_untold: bool) -> Timeouts {
+    /// Returns how long a client may cache names and attributes; `misses_changes`: as [`Self::misses_changes`] says of the inode.
+    pub(crate) fn timeouts(&self, session: &Session, misses_changes: bool) -> Timeouts {
         let Timeouts { entry, attr } = self.timeouts_max(session.negotiated());
-        let bound = if is_untold { AUTO_TIMEOUT } else { Duration::MAX };
+        let bound = if misses_changes { AUTO_TIMEOUT } else { Duration::MAX };
         Timeouts { entry: entry.min(bound), attr: attr.min(bound) }
     }
 
     /// Returns how long a client may cache this inode.
-    pub(crate) fn timeouts_of(&self, session: &Session, is_untold: bool, ino: Ino, attr: &Attr) -> Timeouts {
-        let timeouts = self.timeouts(session, is_untold);
+    pub(crate) fn timeouts_of(&self, session: &Session, misses_changes: bool, ino: Ino, attr: &Attr) -> Timeouts {
+        let timeouts = self.timeouts(session, misses_changes);
         Timeouts { attr: timeouts.attr.min(Self::attr_timeout_max(session, ino, attr)), ..timeouts }
     }
 
@@ -319,7 +319,7 @@ impl Policy {
     /// Returns how long a client may cache that a directory has no such name.
     pub(crate) fn negative_timeout(&self, session: &Session, source: &dyn FileSystem, dir: Ino) -> Duration {
         match self.names(session.negotiated()).negative.get() {
-            negative if negative.is_zero() || self.is_untold(session, source, dir) => Duration::ZERO,
+            negative if negative.is_zero() || self.misses_changes(session, source, dir) => Duration::ZERO,
             negative => negative,
         }
     }
@@ -345,7 +345,7 @@ impl Policy {
             _ if direct => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::None | Cache::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Auto => OpenFlags::PARALLEL_DIRECT_WRITES,
-            Cache::Always if self.is_untold(session, source, ino) => OpenFlags::PARALLEL_DIRECT_WRITES,
+            Cache::Always if self.misses_changes(session, source, ino) => OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
         // In the window there is no page cache to bypass. With DIRECT_IO, a WRITE that extends the file would fail
@@ -369,7 +369,7 @@ impl Policy {
     pub(crate) fn dir_flags(&self, session: &Session, source: &dyn FileSystem, ino: Ino) -> OpenFlags {
         match self.cache {
             Cache::None | Cache::Auto => OpenFlags::empty(),
-            _ if self.is_untold(session, source, ino) => OpenFlags::empty(),
+            _ if self.misses_changes(session, source, ino) => OpenFlags::empty(),
             Cache::Metadata | Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
         }
     }

@@ -29,14 +29,14 @@ pub struct Chain {
     pub(crate) parked: Option<Arc<AtomicUsize>>,
     pub(crate) parked_max: usize,
     /// It is counted among them.
-    pub(crate) place: RefCell<Option<Place>>,
+    pub(crate) permit: RefCell<Option<ParkPermit>>,
 }
 
 /// One of the parked chains of a worker, until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Place(Arc<AtomicUsize>);
+pub(crate) struct ParkPermit(Arc<AtomicUsize>);
 
-impl Drop for Place {
+impl Drop for ParkPermit {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -65,14 +65,14 @@ impl Chain {
 
     /// Takes a place among the parked chains if fewer than `parked_max` are taken. Returns whether it has one.
     fn park(&self, parked_max: usize) -> bool {
-        let mut place = self.place.borrow_mut();
+        let mut permit = self.permit.borrow_mut();
         let more = |parked: usize| (parked < parked_max).then(|| parked + 1);
-        if let (None, Some(parked)) = (&*place, &self.parked)
+        if let (None, Some(parked)) = (&*permit, &self.parked)
             && parked.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
         {
-            *place = Some(Place(Arc::clone(parked)));
+            *permit = Some(ParkPermit(Arc::clone(parked)));
         }
-        place.is_some()
+        permit.is_some()
     }
 
     /// Sets whether it has a place among the parked chains.
@@ -80,7 +80,7 @@ impl Chain {
         if parked {
             self.park(usize::MAX);
         } else {
-            drop(self.place.take());
+            drop(self.permit.take());
         }
     }
 

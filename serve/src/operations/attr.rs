@@ -78,8 +78,8 @@ impl Server {
 
     /// Returns how long a client may cache this inode.
     pub(super) fn timeouts_of(&self, cx: &Context<'_>, ino: Ino, attr: &Attr) -> Timeouts {
-        let is_untold = self.share.policy.is_untold(cx.session, &*self.share.source, ino);
-        self.share.policy.timeouts_of(cx.session, is_untold, ino, attr)
+        let misses_changes = self.share.policy.misses_changes(cx.session, &*self.share.source, ino);
+        self.share.policy.timeouts_of(cx.session, misses_changes, ino, attr)
     }
 
     /// Prepares for sending an inode's attributes.

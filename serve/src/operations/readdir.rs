@@ -23,7 +23,7 @@ struct Listing<'a> {
     session: &'a Session,
     policy: &'a Policy,
     /// The client is not told of all changes in the directory.
-    is_untold: bool,
+    misses_changes: bool,
     referenced: &'a mut Vec<Ino>,
     /// The client does not check ACLs.
     by_modes: bool,
@@ -78,7 +78,12 @@ impl DirOutput for Listing<'_> {
                     self.entries.push((self.writer.position(), *entry));
                 }
                 self.writer.set_dax(self.session.dax(&entry.attr));
-                self.writer.set_timeouts(self.policy.timeouts_of(self.session, self.is_untold, entry.ino, &entry.attr));
+                self.writer.set_timeouts(self.policy.timeouts_of(
+                    self.session,
+                    self.misses_changes,
+                    entry.ino,
+                    &entry.attr,
+                ));
             }
             self.writer.push(item, valid.as_ref());
         }
@@ -99,8 +104,8 @@ impl Server {
         let mut referenced = std::mem::take(&mut self.referenced);
         scratch.clear();
         referenced.clear();
-        let is_untold = self.share.policy.is_untold(cx.session, &*self.share.source, at.ino);
-        let timeouts = self.share.policy.timeouts(cx.session, is_untold);
+        let misses_changes = self.share.policy.misses_changes(cx.session, &*self.share.source, at.ino);
+        let timeouts = self.share.policy.timeouts(cx.session, misses_changes);
         let writer = DirWriter::new(&mut scratch, bytes_max, at.plus, timeouts, cx.session.negotiated());
         let share = Arc::clone(&self.share);
         let (plus, session, policy) = (at.plus, &**cx.session, &share.policy);
@@ -115,7 +120,7 @@ impl Server {
             plus,
             session,
             policy,
-            is_untold,
+            misses_changes,
             referenced: referred_now,
             by_modes,
             entries: Vec::new(),

@@ -76,7 +76,7 @@ pub(crate) struct HandleIndex {
     heard: AtomicU64,
     /// Some handle has several inodes: a directory of the share is mounted in another one. Their own changes are told
     /// to each other.
-    has_twins: AtomicBool,
+    has_shared_handles: AtomicBool,
 }
 
 impl fmt::Debug for HandleIndex {
@@ -100,7 +100,7 @@ impl HandleIndex {
         Self {
             shards: (0..SHARDS).map(|_| CacheAligned::default()).collect(),
             heard: AtomicU64::new(0),
-            has_twins: AtomicBool::new(false),
+            has_shared_handles: AtomicBool::new(false),
         }
     }
 
@@ -121,7 +121,7 @@ impl HandleIndex {
             let mut shard = lock(self.shard(hash));
             shard.insert((hash, ino));
             if shard.range(of_hash(hash)).nth(1).is_some() {
-                self.has_twins.store(true, Ordering::Release);
+                self.has_shared_handles.store(true, Ordering::Release);
                 // An event before this may have been skipped.
                 self.heard.fetch_add(1, Ordering::AcqRel);
             }
@@ -165,14 +165,14 @@ pub(super) fn heard(
         return tell(Change::All);
     }
     let is_own = ours == OwnChanges::Skip && u32::try_from(event.pid) == Ok(std::process::id());
-    if is_own && !index.has_twins.load(Ordering::Acquire) {
+    if is_own && !index.has_shared_handles.load(Ordering::Acquire) {
         return;
     }
     index.heard.fetch_add(1, Ordering::AcqRel);
     let targets = event.target.map(|handle| index.find(handle)).unwrap_or_default();
     let (entry, new_entry) = (index.names(event.entry.as_ref()), index.names(event.new_entry.as_ref()));
-    let has_twins = |inos: &[Ino]| inos.len() > 1;
-    if is_own && !has_twins(&targets) && !entry.as_ref().is_some_and(|(dirs, _)| has_twins(dirs)) {
+    let are_several = |inos: &[Ino]| inos.len() > 1;
+    if is_own && !are_several(&targets) && !entry.as_ref().is_some_and(|(dirs, _)| are_several(dirs)) {
         return;
     }
     // The kernel reports the two names of a rename separately, too.

@@ -43,7 +43,7 @@ pub(super) struct ImageFile {
     pub(super) log: Mutex<Vec<Event>>,
     /// The offset at which writes of tables fail; 0: none does.
     #[cfg(test)]
-    pub(super) bad: std::sync::atomic::AtomicU64,
+    pub(super) failing_offset: std::sync::atomic::AtomicU64,
 }
 
 /// What was done to a file.
@@ -69,7 +69,7 @@ impl ImageFile {
             #[cfg(test)]
             log: Mutex::default(),
             #[cfg(test)]
-            bad: std::sync::atomic::AtomicU64::default(),
+            failing_offset: std::sync::atomic::AtomicU64::default(),
         }
     }
 
@@ -138,7 +138,7 @@ impl ImageFile {
 
     pub(super) fn write_table(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         #[cfg(test)]
-        if offset > 0 && offset == self.bad.load(std::sync::atomic::Ordering::Relaxed) {
+        if offset > 0 && offset == self.failing_offset.load(std::sync::atomic::Ordering::Relaxed) {
             return Err(rustix::io::Errno::IO.into());
         }
         #[cfg(test)]

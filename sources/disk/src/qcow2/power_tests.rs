@@ -205,10 +205,10 @@ fn a_failed_write_of_the_l1_table_frees_no_linked_table() {
     let image = open(&path);
     // Of two new L2 tables only the first is linked.
     let second_entry = sync::read(&image.tables).l1_offset + 8;
-    image.file.bad.store(second_entry, Ordering::Relaxed);
+    image.file.failing_offset.store(second_entry, Ordering::Relaxed);
     let (at, data) = (L2_COVERS - 512, [7; 1024]);
     assert!(image.write(&data, at).is_err());
-    image.file.bad.store(0, Ordering::Relaxed);
+    image.file.failing_offset.store(0, Ordering::Relaxed);
     image.flush().expect("a flush");
     image.write(&data, at).expect("a write");
     // New clusters do not lie where the tables do.
