@@ -3,6 +3,7 @@
 
 use std::ffi::{CStr, c_int, c_long, c_uint, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::time::Duration;
 
 use ferry_vfs::{Errno, OFlags, Result};
 
@@ -12,6 +13,9 @@ const HANDLE_BYTES_ROOM: c_uint = 128;
 const _: () = assert!(HANDLE_BYTES_ROOM as usize == HANDLE_BYTES_MAX);
 /// Handles of common local file systems (ext4 8 bytes, XFS 12, btrfs 20) fit without an allocation.
 const HANDLE_BYTES_INLINE: usize = 24;
+/// The first and the last pause of [`open_by_handle`]; each is twice the one before, 51 ms in all.
+const CREATION_PAUSE_MIN: Duration = Duration::from_micros(50);
+const CREATION_PAUSE_MAX: Duration = Duration::from_micros(50 << 9);
 
 /// A host file handle (`name_to_handle_at`): identifies an inode of one file system during its lifetime.
 #[derive(Clone, Debug)]
@@ -150,7 +154,21 @@ pub(crate) fn name_to_handle(dir: BorrowedFd<'_>, name: &[u8]) -> Result<HostHan
 }
 
 /// Calls `open_by_handle_at`; `mount` is any open descriptor on the file system.
+///
+/// Linux returns ENOMEM also while a new file takes the inode number of a removed one (`iget_locked()` finds an inode
+/// with `I_CREATING`). This soon ends, so the call is retried.
 pub(crate) fn open_by_handle(mount: BorrowedFd<'_>, handle: &HostHandle, flags: OFlags) -> Result<OwnedFd> {
+    let mut pause = CREATION_PAUSE_MIN;
+    loop {
+        match try_open_by_handle(mount, handle, flags) {
+            Err(Errno::NOMEM) if pause <= CREATION_PAUSE_MAX => std::thread::sleep(pause),
+            result => return result,
+        }
+        pause *= 2;
+    }
+}
+
+fn try_open_by_handle(mount: BorrowedFd<'_>, handle: &HostHandle, flags: OFlags) -> Result<OwnedFd> {
     let (kind, bytes) = handle.parts();
     let mut raw = RawHandle { handle_bytes: 0, handle_type: kind, f_handle: [0; HANDLE_BYTES_MAX] };
     raw.f_handle.get_mut(..bytes.len()).ok_or(Errno::STALE)?.copy_from_slice(bytes);
@@ -363,7 +381,9 @@ pub(crate) fn removexattrat(dir: BorrowedFd<'_>, path: &CStr, name: &CStr) -> Re
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
     use std::os::fd::AsFd;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
 
@@ -383,5 +403,37 @@ mod tests {
         for bad in [&b"a\0b"[..], &[b'x'; 256]] {
             assert_eq!(name_to_handle(dir.as_fd(), bad).unwrap_err(), Errno::INVAL);
         }
+    }
+
+    /// The kernel returns ENOMEM for about one of two thousand of these calls, while a file is being created.
+    #[test]
+    fn the_handle_of_a_removed_file_is_stale_while_its_number_is_taken_again() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let mount = std::fs::File::open(dir.path()).unwrap();
+        let removed = dir.path().join("removed");
+        std::fs::write(&removed, "").unwrap();
+        let handle = name_to_handle(mount.as_fd(), b"removed").unwrap();
+        std::fs::remove_file(&removed).unwrap();
+        let done = AtomicBool::new(false);
+        let mut outcomes = HashSet::new();
+        std::thread::scope(|scope| {
+            for thread in 0..2 {
+                let (path, done) = (dir.path().join(thread.to_string()), &done);
+                scope.spawn(move || {
+                    while !done.load(Ordering::Relaxed) {
+                        std::fs::write(&path, "").unwrap();
+                        std::fs::remove_file(&path).unwrap();
+                    }
+                });
+            }
+            for _ in 0..100_000 {
+                outcomes.insert(open_by_handle(mount.as_fd(), &handle, OFlags::PATH).err());
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        if outcomes == HashSet::from([Some(Errno::PERM)]) {
+            return ferry_skip::skip!("needs root");
+        }
+        assert_eq!(outcomes, HashSet::from([Some(Errno::STALE)]));
     }
 }

@@ -110,8 +110,13 @@ fn outcomes(root: &Path) -> Vec<(&'static str, Result<String, i32>)> {
 }
 
 fn lead_where_those_of_the_host_do(cell: &Cell) {
-    let host = directory(Place::Disk);
-    let expected = outcomes(host.path());
+    let expected = loop {
+        let found = outcomes(directory(Place::Disk).path());
+        // The host itself returns this while another test's file takes a removed one's number.
+        if found.iter().all(|(_, outcome)| *outcome != Err(libc::ENOMEM)) {
+            break found;
+        }
+    };
     assert!(expected[..4].iter().all(|(name, found)| name.ends_with(found.as_ref().unwrap())), "{expected:?}");
     let Some(mounted) = Mounted::new(cell) else { return };
     assert_eq!(outcomes(&mounted.site.path), expected, "{cell}");
