@@ -135,10 +135,17 @@ impl Server {
         }
         let head_bytes = peek(&header).head_bytes(message_bytes);
         let mut head = std::mem::take(&mut self.head);
+        if head_bytes > head.len() {
+            head.resize(head_bytes, 0);
+        }
         head[..IN_HEADER_BYTES].copy_from_slice(&header);
         let rest = &mut head[IN_HEADER_BYTES..head_bytes.max(IN_HEADER_BYTES)];
         let copied = IN_HEADER_BYTES + carrier.read_at(IN_HEADER_BYTES, rest);
         let served = self.serve_copy(carrier, &head[..head_bytes.min(copied)], message_bytes);
+        if head_bytes > REQUEST_HEAD_BYTES_MAX {
+            head.truncate(REQUEST_HEAD_BYTES_MAX);
+            head.shrink_to_fit();
+        }
         self.head = head;
         served
     }

@@ -23,7 +23,6 @@ pub(crate) struct Connection {
     pub(crate) counters: AllCounters,
     pub(crate) interrupted: Arc<Interrupted>,
     pub(crate) monitor_handle: MonitorHandle,
-    pub(crate) payload_bytes: usize,
     /// The payload size of a ring entry, in bytes.
     pub(crate) ring_payload_bytes: usize,
     /// All readers use the descriptor that another process has, too.

@@ -180,7 +180,7 @@ impl<'a> Work<'a> {
             reader,
             reply_channel: Arc::clone(&reader.channel),
             server: connection.server(),
-            memory: Memory::new(connection.payload_bytes),
+            memory: Memory::new(),
             spliced: SplicePipe::default(),
             counters: connection.counters.lend(),
         }
@@ -268,7 +268,7 @@ impl<'a> Work<'a> {
     fn serve(&mut self) -> ToSend {
         let Self { reader, reply_channel, server, memory, spliced, counters } = self;
         let generation = reader.generation_cell.current();
-        let (unique, room_bytes) = (memory.unique(), memory.payload_bytes());
+        let (unique, room_bytes) = (memory.unique(), carrier::PAYLOAD_BYTES);
         let mut carrier = DeviceCarrier::new(reader, reply_channel, (generation, memory, counters));
         let mut served = server.serve_caught(&mut carrier);
         let mut loaded = None;

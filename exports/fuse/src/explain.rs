@@ -88,6 +88,8 @@ impl fmt::Display for Explanation {
 
 #[cfg(test)]
 mod tests {
+    use ferry_wire::fuse::WRITE_BYTES_MAX;
+
     use super::*;
 
     #[test]
@@ -100,7 +102,7 @@ mod tests {
             rings: 0,
             ring_depth: 0,
             readers: 2,
-            max_write_bytes: 1 << 20,
+            max_write_bytes: WRITE_BYTES_MAX,
         };
         let text = explanation.to_string();
         assert!(text.contains("echo Y > /sys/module/fuse/parameters/enable_uring"), "{text}");

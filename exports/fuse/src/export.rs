@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use ferry_serve::Share;
 use ferry_vfs::{Errno, Features, FileSystem};
+use ferry_wire::fuse::WRITE_BYTES_MAX;
 use rustix::fs::{AtFlags, StatxFlags};
 use rustix::mount::UnmountFlags;
 
@@ -105,11 +106,10 @@ impl Export {
     ///
     /// [`Error`]; nothing stays mounted.
     pub fn mount(mountpoint: &std::path::Path, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
-        let payload_bytes = options.max_write_bytes as usize;
-        Self::mount_with(mountpoint, source, &options, payload_bytes)
+        Self::mount_with(mountpoint, source, &options, WRITE_BYTES_MAX as usize)
     }
 
-    /// Mounts with this payload size in the entries of rings, which is also the maximum size in INIT.
+    /// Mounts with this payload size in the entries of rings.
     fn mount_with(
         mountpoint: &std::path::Path,
         source: Arc<dyn FileSystem>,
@@ -133,7 +133,6 @@ impl Export {
             counters: AllCounters::default(),
             interrupted: Arc::new(Interrupted::default()),
             monitor_handle: MonitorHandle::default(),
-            payload_bytes: options.max_write_bytes as usize,
             ring_payload_bytes,
             outlives_server: options.outlives_server,
             end: Arc::new(ConnectionEnd::default()),

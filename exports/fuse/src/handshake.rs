@@ -45,7 +45,6 @@ pub(crate) struct RequestedOptions {
     default_permissions: bool,
     by_number: ByNumber,
     stack_depth: u32,
-    max_write_bytes: u32,
     outlives_server: bool,
     /// INIT, once it has arrived.
     init: OnceLock<Vec<u8>>,
@@ -75,7 +74,6 @@ impl RequestedOptions {
             default_permissions: options.default_permissions,
             by_number: features.by_number,
             stack_depth: if options.stacked_source { STACK_DEPTH_STACKED } else { STACK_DEPTH },
-            max_write_bytes: options.max_write_bytes,
             outlives_server: options.outlives_server,
             init: OnceLock::new(),
         })
@@ -106,7 +104,6 @@ impl RequestedOptions {
             wanted.flags |= InitFlags::PASSTHROUGH;
             wanted.max_stack_depth = self.stack_depth;
         }
-        wanted.max_write_bytes = self.max_write_bytes;
         wanted.max_background = MAX_BACKGROUND;
     }
 

@@ -100,8 +100,6 @@ pub struct Options {
     /// Threads that read /dev/fuse at least; 0 (the default): one, which is fastest for a single client (eight for a source
     /// whose calls wait), and as many more as requests keep busy.
     pub threads: usize,
-    /// Bytes of the longest READ and WRITE. Default: 1 MiB, the kernel's own limit.
-    pub max_write_bytes: u32,
     /// Limits the rate of requests. Data that the kernel accesses directly (passthrough) is not limited: switch it off.
     /// Default: none.
     pub limiter: Option<Arc<RateLimiter>>,
@@ -122,9 +120,6 @@ const HANDLER_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Enough that a burst of one CPU is served in one pass; more gained nothing.
 const RING_DEPTH: usize = 8;
-
-/// A page less would make requests of 255 pages.
-const MAX_WRITE_BYTES: u32 = 1 << 20;
 
 impl Default for Options {
     fn default() -> Self {
@@ -152,7 +147,6 @@ impl Default for Options {
             ring_depth: RING_DEPTH,
             handler_timeout: HANDLER_TIMEOUT,
             threads: 0,
-            max_write_bytes: MAX_WRITE_BYTES,
             limiter: None,
             outlives_server: false,
             resumed: None,

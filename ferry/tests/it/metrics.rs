@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
+use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
 use crate::common::place::{Place, until};
@@ -436,6 +436,27 @@ fn metrics_count_what_clients_hold() {
 }
 
 /// `ferry share` or `ferry disk` of an image, on a socket of the command's name.
+/// The kernel puts as many forgotten inodes into a message as the server's buffer for a WRITE has room for.
+#[test]
+fn inodes_that_are_forgotten_while_a_server_is_busy_are_released() {
+    needs_fuse!();
+    let place = Place::new();
+    for number in 0..6000 {
+        fs::write(place.source.join(number.to_string()), "").unwrap();
+    }
+    let pid = place.mounted(&["--path", "devfuse"]);
+    let inodes = || value(&printed(&["metrics", place.mnt.to_str().unwrap()]), &["ferry_inodes{"]);
+    for entry in fs::read_dir(&place.mnt).unwrap() {
+        entry.unwrap().metadata().unwrap();
+    }
+    assert!(inodes() > 6000.0);
+    kill_process(pid, Signal::STOP).unwrap();
+    fs::write("/proc/sys/vm/drop_caches", "2").unwrap();
+    kill_process(pid, Signal::CONT).unwrap();
+    until("their release", || inodes() < 1000.0);
+    place.unmount(pid);
+}
+
 fn shared_image(place: &crate::common::images::Place, command: &str, flag: &str) -> Command {
     if !place.at("image").exists() {
         let mut build = ferry();

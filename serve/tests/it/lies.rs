@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex};
 use common::{Answer, Client};
 use ferry_serve::{SessionSlot, ShareOptions};
 use ferry_vfs::*;
-use ferry_wire::fuse::Operation;
+use ferry_wire::fuse::abi::ForgetOne;
+use ferry_wire::fuse::{BATCH_FORGET_BYTES_MAX, IN_HEADER_BYTES, Operation, Records};
 
 const DIR: Attr = Attr {
     ino: 1,
@@ -134,6 +135,22 @@ fn ask(liar: Liar, operation: Operation<'_>) -> (Answer, Vec<u64>) {
     );
     let forgotten = liar.forgotten.lock().unwrap().clone();
     (answer, forgotten)
+}
+
+/// As many as Linux sends to a reader of /dev/fuse.
+#[test]
+fn the_longest_list_of_forgotten_inodes_is_taken() {
+    let file = Attr { mode: 0o100_644, ..DIR };
+    let (liar, mut client) = client(Liar { ino: 2, attr: file, ..Liar::default() });
+    assert!(matches!(client.ask(Ino::ROOT, Operation::Lookup { name: name("x") }), Answer::Reply(_)));
+    let unknown = ForgetOne { nodeid: 3, nlookup: 1 };
+    let count = (BATCH_FORGET_BYTES_MAX - IN_HEADER_BYTES) / size_of::<ForgetOne>() - 1;
+    let mut forgets = vec![unknown; count];
+    *forgets.last_mut().unwrap() = ForgetOne { nodeid: 2, nlookup: 1 };
+    let forgets = Operation::BatchForget { forgets: Records::new(&forgets) };
+    assert_eq!(client.ask(Ino(0), forgets), Answer::NoReply);
+    assert_eq!(*liar.forgotten.lock().unwrap(), [2]);
+    assert!(matches!(client.ask(Ino::ROOT, Operation::Lookup { name: name("x") }), Answer::Reply(_)));
 }
 
 #[test]

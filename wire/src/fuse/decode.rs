@@ -9,8 +9,8 @@ use super::abi::{self, InitFlags, Opcode};
 use super::body::XATTR_REPLY_BYTES_MAX;
 use super::request::header;
 use super::{
-    DecodeError, Extensions, InitRequest, LockRequest, Negotiated, Operation, REQUEST_HEAD_BYTES_MAX, Records, Release,
-    Request, WRITE_HEAD_BYTES,
+    BATCH_FORGET_BYTES_MAX, DecodeError, Extensions, InitRequest, LockRequest, Negotiated, Operation,
+    REQUEST_HEAD_BYTES_MAX, Records, Release, Request, WRITE_HEAD_BYTES,
 };
 use crate::body::{Body, FieldError, PATH_BYTES_MAX, PERMISSIONS, XATTR_VALUE_BYTES_MAX, check_range, ensure, name};
 
@@ -64,7 +64,8 @@ fn parse<'a>(
         let operation = write(Body(rest).take()?, header.nodeid, payload_bytes)?;
         return Ok((Extensions::default(), operation));
     }
-    if message_bytes > REQUEST_HEAD_BYTES_MAX {
+    let bytes_max = if opcode == Opcode::BatchForget { BATCH_FORGET_BYTES_MAX } else { REQUEST_HEAD_BYTES_MAX };
+    if message_bytes > bytes_max {
         return Err(FieldError::new(Errno::TOOBIG, "longer than any request"));
     }
     ensure(head_bytes == message_bytes, "the message is incomplete")?;

@@ -25,7 +25,7 @@ pub struct InitOptions {
     /// Features to accept if the client offers them. [`InitFlags::INIT_EXT`] and [`InitFlags::MAX_PAGES`] are always
     /// accepted.
     pub flags: InitFlags,
-    /// Maximum payload of a WRITE in bytes, and (through `max_pages`) of a READ. Linux reduces it to its own limit and,
+    /// Maximum payload of a WRITE in bytes, up to [`WRITE_BYTES_MAX`], and (through `max_pages`) of a READ. Linux reduces it to its own limit and,
     /// over virtio-fs, to the queue size.
     pub max_write_bytes: u32,
     /// Maximum read-ahead in bytes; the client's own limit applies if it is less.
@@ -45,11 +45,11 @@ pub struct InitOptions {
 }
 
 impl Default for InitOptions {
-    /// Returns options without flags, with requests of 1 MiB, the default limit of Linux (`fs.fuse.max_pages_limit`).
+    /// Returns options without flags, with requests of [`WRITE_BYTES_MAX`].
     fn default() -> Self {
         Self {
             flags: InitFlags::empty(),
-            max_write_bytes: 1 << 20,
+            max_write_bytes: WRITE_BYTES_MAX,
             max_readahead_bytes: 1 << 20,
             max_background: 64,
             congestion_threshold: 0,
@@ -120,6 +120,9 @@ impl InitError {
     pub const ERRNO: Errno = Errno::PROTO;
 }
 
+/// The maximum payload of a WRITE in bytes: the default limit of Linux (`fs.fuse.max_pages_limit`).
+pub const WRITE_BYTES_MAX: u32 = 1 << 20;
+
 /// A page, as a unit of `max_pages`. With larger pages in the guest `max_pages` allows more than needed, but
 /// `max_write` still limits the size.
 const PAGE_BYTES: u32 = 4096;
@@ -146,7 +149,7 @@ pub fn negotiate(request: &InitRequest, wanted: &InitOptions) -> Result<InitOutc
     let flags = (wanted.flags | InitFlags::INIT_EXT | InitFlags::MAX_PAGES) & request.flags;
     let has = |flag| flags.contains(flag);
     let max_write_bytes = match has(InitFlags::MAX_PAGES) {
-        true => wanted.max_write_bytes.max(PAGE_BYTES),
+        true => wanted.max_write_bytes.clamp(PAGE_BYTES, WRITE_BYTES_MAX),
         false => wanted.max_write_bytes.clamp(PAGE_BYTES, MAX_WRITE_BYTES_WITHOUT_MAX_PAGES),
     };
     let max_pages = u16::try_from(max_write_bytes.div_ceil(PAGE_BYTES)).unwrap_or(u16::MAX);

@@ -24,8 +24,10 @@ pub use abi::{InitFlags, Opcode, OpenFlags};
 pub use decode::decode;
 pub use dir::DirWriter;
 pub use ext::{Extensions, Groups, Records, SecurityContexts};
-pub use init::{InitError, InitOptions, InitOutcome, InitRequest, Negotiated, negotiate};
+pub use init::{InitError, InitOptions, InitOutcome, InitRequest, Negotiated, WRITE_BYTES_MAX, negotiate};
 pub use notify::Notification;
 pub use operation::{LockRequest, Operation, Release};
 pub use reply::{OpenReply, REPLY_HEAD_BYTES_MAX, Reply, SHORT_HEAD_BYTES_MAX, Timeouts, encode_error};
-pub use request::{DecodeError, IN_HEADER_BYTES, Peek, REQUEST_HEAD_BYTES_MAX, Request, WRITE_HEAD_BYTES, peek};
+pub use request::{
+    BATCH_FORGET_BYTES_MAX, DecodeError, IN_HEADER_BYTES, Peek, REQUEST_HEAD_BYTES_MAX, Request, WRITE_HEAD_BYTES, peek,
+};

@@ -4,7 +4,7 @@ use ferry_vfs::{Errno, Ino};
 use zerocopy::FromBytes;
 
 use super::abi::{InHeader, Opcode, WriteIn};
-use super::{Extensions, Operation};
+use super::{Extensions, Operation, WRITE_BYTES_MAX};
 
 /// The length of a request's header in bytes (FUSE protocol 7.45, `fuse_in_header`).
 pub const IN_HEADER_BYTES: usize = size_of::<InHeader>();
@@ -12,11 +12,15 @@ pub const IN_HEADER_BYTES: usize = size_of::<InHeader>();
 /// The number of bytes of a WRITE that [`super::decode`] needs (`fuse_in_header` and `fuse_write_in`); the payload can stay in place.
 pub const WRITE_HEAD_BYTES: usize = size_of::<InHeader>() + size_of::<WriteIn>();
 
-/// The maximum size of a request other than WRITE, in bytes. The longest one of Linux is SETXATTR, with a value of 64
-/// KiB (`XATTR_SIZE_MAX`) and a name of 255 bytes; the extra page holds header, arguments and name. The input of an
-/// ioctl has at most 16 KiB (a size of 14 bits) and the target of a symbolic link 4 KiB. Linux splits lists of
-/// forgotten inodes and unmapped ranges into messages of about a page.
+/// The maximum size of a request other than WRITE and BATCH_FORGET, in bytes. The longest one of Linux is SETXATTR,
+/// with a value of 64 KiB (`XATTR_SIZE_MAX`) and a name of 255 bytes; the extra page holds header, arguments and name.
+/// The input of an ioctl has at most 16 KiB (a size of 14 bits) and the target of a symbolic link 4 KiB. Linux sends
+/// unmapped ranges in messages of about a page.
 pub const REQUEST_HEAD_BYTES_MAX: usize = 65536 + 4096;
+
+/// The maximum size of a BATCH_FORGET in bytes. Linux fills the buffer of who reads /dev/fuse
+/// (`fuse_read_batch_forget`), which has room for a WRITE of [`WRITE_BYTES_MAX`].
+pub const BATCH_FORGET_BYTES_MAX: usize = WRITE_HEAD_BYTES + WRITE_BYTES_MAX as usize;
 
 /// A request (FUSE protocol 7.45, `fuse_in_header` and its arguments), checked as far as possible without the file
 /// system.
@@ -30,7 +34,8 @@ pub struct Request<'a> {
     pub uid: u32,
     /// Group of the caller.
     pub gid: u32,
-    /// Process of the caller; 0 for requests of the client's kernel.
+    /// The calling thread, in the pid namespace of the mount (virtio-fs: the guest's); 0 if it is not visible there, or
+    /// the kernel itself sends the request.
     pub pid: u32,
     /// The extensions after the arguments.
     pub extensions: Extensions<'a>,
@@ -49,7 +54,7 @@ pub struct Peek {
     pub unique: u64,
     /// The inode that the client sent; for operations on names, the directory.
     pub ino: Ino,
-    /// The calling thread in the server's pid namespace; 0 if it is not visible there.
+    /// The calling thread; see [`Request::pid`].
     pub pid: u32,
 }
 
@@ -62,8 +67,12 @@ pub fn peek(header: &[u8; IN_HEADER_BYTES]) -> Peek {
 impl Peek {
     /// Returns how many bytes of a message of `message_bytes` [`super::decode`] needs.
     pub fn head_bytes(&self, message_bytes: usize) -> usize {
-        let most = if self.opcode == Opcode::Write.as_raw() { WRITE_HEAD_BYTES } else { REQUEST_HEAD_BYTES_MAX };
-        message_bytes.min(most)
+        let bytes_max = match Opcode::from_raw(self.opcode) {
+            Some(Opcode::Write) => WRITE_HEAD_BYTES,
+            Some(Opcode::BatchForget) => BATCH_FORGET_BYTES_MAX,
+            _ => REQUEST_HEAD_BYTES_MAX,
+        };
+        message_bytes.min(bytes_max)
     }
 
     /// Returns whether the request gets a reply.

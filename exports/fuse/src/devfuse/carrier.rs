@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ferry_engine::{Carrier, Generation, ReplyBuffer, Transfer, TransferRequest};
 use ferry_serve::{FuseCarrier, HEADER_BYTES};
 use ferry_vfs::Errno;
-use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, WRITE_HEAD_BYTES, peek};
+use ferry_wire::fuse::{BATCH_FORGET_BYTES_MAX, IN_HEADER_BYTES, Opcode, WRITE_BYTES_MAX, WRITE_HEAD_BYTES, peek};
 
 use super::Reader;
 use crate::deferred_replies::may_be_abandoned;
@@ -19,8 +19,11 @@ use crate::transfer::in_payload;
 /// The alignment for files opened with `O_DIRECT`; a page is enough everywhere.
 const PAGE_BYTES: usize = 4096;
 
-/// The minimum buffer for the kernel's requests (`FUSE_MIN_READ_BUFFER`), and enough for all but a WRITE's data.
-const HEAD_BYTES: usize = ferry_wire::fuse::REQUEST_HEAD_BYTES_MAX.next_multiple_of(PAGE_BYTES);
+/// The size of the buffers for the data of a WRITE and of a reply. The buffer for requests has room for
+/// [`WRITE_HEAD_BYTES`] more, so the kernel sends no longer BATCH_FORGET than the server takes.
+pub(super) const PAYLOAD_BYTES: usize = WRITE_BYTES_MAX as usize;
+const _: () =
+    assert!(PAYLOAD_BYTES.is_multiple_of(PAGE_BYTES) && WRITE_HEAD_BYTES + PAYLOAD_BYTES <= BATCH_FORGET_BYTES_MAX);
 
 /// Requests that no client waits for. Linux sends RELEASE when the last descriptor is closed, and continues.
 const UNAWAITED: [Opcode; 5] =
@@ -33,28 +36,21 @@ pub(super) struct Memory {
     data: usize,
     /// The offset of a reply's data.
     reply: usize,
-    payload_bytes: usize,
     received: usize,
     header: [u8; HEADER_BYTES],
 }
 
 impl Memory {
-    pub(super) fn new(max_write_bytes: usize) -> Self {
-        let payload_bytes = max_write_bytes.max(HEAD_BYTES).next_multiple_of(PAGE_BYTES);
-        let bytes = vec![0; 3 * PAGE_BYTES + 2 * payload_bytes];
+    pub(super) fn new() -> Self {
+        let bytes = vec![0; 3 * PAGE_BYTES + 2 * PAYLOAD_BYTES];
         let data = bytes.as_ptr().align_offset(PAGE_BYTES) + PAGE_BYTES;
-        let reply = data + payload_bytes;
-        Self { bytes, data, reply, payload_bytes, received: 0, header: [0; HEADER_BYTES] }
+        let reply = data + PAYLOAD_BYTES;
+        Self { bytes, data, reply, received: 0, header: [0; HEADER_BYTES] }
     }
 
     /// Returns the buffer for a request, aligned for the data of a WRITE.
     pub(super) fn request_room(&mut self) -> &mut [u8] {
         &mut self.bytes[self.data - WRITE_HEAD_BYTES..self.reply]
-    }
-
-    /// Returns the size of the buffer for the data of a reply.
-    pub(super) fn payload_bytes(&self) -> usize {
-        self.payload_bytes
     }
 
     /// Takes in a request that was received before; returns its length.
@@ -90,7 +86,7 @@ impl Memory {
 
     /// Sends the reply of this length, including its header, from its place.
     pub(super) fn send(&self, channel: BorrowedFd<'_>, bytes: usize) {
-        let payload = bytes.saturating_sub(HEADER_BYTES).min(self.payload_bytes);
+        let payload = bytes.saturating_sub(HEADER_BYTES).min(PAYLOAD_BYTES);
         let parts = [IoSlice::new(&self.header), IoSlice::new(&self.bytes[self.reply..self.reply + payload])];
         let parts = if payload == 0 { &parts[..1] } else { &parts[..] };
         self.check_sent(channel, bytes, send(channel, parts));
@@ -137,7 +133,7 @@ impl<'a> DeviceCarrier<'a> {
 
 impl ReplyBuffer for DeviceCarrier<'_> {
     fn room(&self) -> usize {
-        HEADER_BYTES + self.memory.payload_bytes
+        HEADER_BYTES + PAYLOAD_BYTES
     }
 
     fn write_at(&mut self, offset: usize, bytes: &[u8]) -> usize {
@@ -149,8 +145,8 @@ impl ReplyBuffer for DeviceCarrier<'_> {
         if in_header > 0 {
             self.memory.header[offset..offset + in_header].copy_from_slice(header);
         }
-        let start = (offset + in_header).saturating_sub(HEADER_BYTES).min(self.memory.payload_bytes);
-        let count = payload.len().min(self.memory.payload_bytes - start);
+        let start = (offset + in_header).saturating_sub(HEADER_BYTES).min(PAYLOAD_BYTES);
+        let count = payload.len().min(PAYLOAD_BYTES - start);
         let start = self.memory.reply + start;
         self.memory.bytes[start..start + count].copy_from_slice(&payload[..count]);
         in_header + count
@@ -168,7 +164,7 @@ impl Carrier for DeviceCarrier<'_> {
     fn transfer(&mut self, request: TransferRequest) {
         let memory = &mut *self.memory;
         let (start, payload_bytes) = match request.is_read() {
-            true => (memory.reply, memory.payload_bytes),
+            true => (memory.reply, PAYLOAD_BYTES),
             false => (memory.data, memory.received.saturating_sub(WRITE_HEAD_BYTES)),
         };
         if !request.is_read() {

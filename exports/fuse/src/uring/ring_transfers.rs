@@ -401,7 +401,6 @@ mod tests {
             counters: Default::default(),
             interrupted: Arc::default(),
             monitor_handle: Default::default(),
-            payload_bytes: 4096,
             ring_payload_bytes: 4096,
             outlives_server: false,
             end: Arc::<ConnectionEnd>::default(),
