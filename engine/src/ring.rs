@@ -99,6 +99,10 @@ impl Ring {
             Ok(uring) => uring,
             Err(_) => IoUring::builder().setup_cqsize(completions).setup_clamp().build(SUBMISSION_ENTRIES)?,
         };
+        // Multishot polls ([`Self::arm`]) are as old as this (Linux 5.13); without them a worker never sleeps.
+        if !uring.params().is_feature_resource_tagging() {
+            return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
+        }
         let unprivileged = {
             let _without = WithoutFsetid::enter()?;
             uring.submitter().register_personality().ok()

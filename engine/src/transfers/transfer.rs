@@ -8,11 +8,14 @@ use ferry_vfs::{Backing, Segment};
 use io_uring::{opcode, squeue, types};
 
 use super::Operation;
-use super::io_hints::READ_TRIES;
+use super::io_hints::{self, READ_TRIES, REMOTE};
 use super::route::{Means, Route, route, route_untried};
 use crate::memory::copy_mapped;
 use crate::privileges::Privileges;
 use crate::ring::SEGMENTS_MAX;
+
+/// Signals interrupt a call now and then. A file system whose server answers EINTR each time must not hold a thread.
+const INTERRUPTIONS_MAX: u8 = 100;
 
 /// The outcome of beginning a transfer.
 pub(crate) enum TransferStep {
@@ -38,6 +41,8 @@ pub struct Transfer<S = [Segment; 1]> {
     done: usize,
     wanted: usize,
     calls: u64,
+    /// How often it was interrupted in a row.
+    interruptions: u8,
     /// It stands for several, which are run one by one if the first attempt does not move all bytes.
     is_merged: bool,
 }
@@ -51,7 +56,18 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
     /// Describes a transfer between `file` at `offset` and the memory of `segments`.
     pub fn new(operation: Operation, file: Arc<Backing>, offset: u64, segments: S) -> Self {
         let wanted = segments.as_ref().iter().map(|segment| segment.bytes).sum();
-        Self { operation, file, offset, segments, first: 0, done: 0, wanted, calls: 0, is_merged: false }
+        Self {
+            operation,
+            file,
+            offset,
+            segments,
+            first: 0,
+            done: 0,
+            wanted,
+            calls: 0,
+            interruptions: 0,
+            is_merged: false,
+        }
     }
 
     /// What it does.
@@ -189,17 +205,25 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
         loop {
             // SAFETY: guaranteed by the caller.
             let outcome = unsafe { self.call(0) };
-            if let Some(outcome) = self.advance(outcome) {
+            if let Some(outcome) = self.record(outcome, false) {
                 return outcome;
             }
         }
     }
 
-    /// Records one result. Returns the transfer's outcome, or `None` if bytes are left.
+    /// Records a result of a ring. Returns the transfer's outcome, or `None` if bytes are left.
     pub fn advance(&mut self, result: io::Result<usize>) -> Option<io::Result<usize>> {
+        // A ring returns EAGAIN while a disk has no free tag (Linux 5.10 to 6.1).
+        let may_retry = io_hints::with_place(&self.file) & REMOTE == 0;
+        self.record(result, may_retry)
+    }
+
+    /// As [`Self::advance`]. `may_retry`: EAGAIN is temporary, not the answer of a remote server, which may never end.
+    fn record(&mut self, result: io::Result<usize>, may_retry: bool) -> Option<io::Result<usize>> {
         let outcome = match result {
             Ok(count) => {
                 self.done += count;
+                self.interruptions = 0;
                 // A short read may mean end of file or a failure in between, a short write a full disk or a partial
                 // attempt without waiting. Only the next call shows which.
                 if count > 0 && self.done < self.wanted && !self.is_merged {
@@ -209,7 +233,11 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
                 Ok(self.done)
             }
             Err(error) => match error.raw_os_error() {
-                Some(libc::EINTR | libc::EAGAIN) => return None,
+                Some(libc::EAGAIN) if may_retry => return None,
+                Some(libc::EINTR) if self.interruptions < INTERRUPTIONS_MAX => {
+                    self.interruptions += 1;
+                    return None;
+                }
                 // The client gets the error when it requests the rest.
                 _ if self.done > 0 && !self.is_read() && !self.is_merged => Ok(self.done),
                 _ => Err(error),
@@ -358,7 +386,7 @@ fn entry(operation: Operation, fd: types::Fd, offset: u64, segments: &[Segment],
 mod tests {
     use std::io::Write;
 
-    use super::super::io_hints::{self, IN_MEMORY};
+    use super::super::io_hints::IN_MEMORY;
     use super::*;
 
     const DURABLE_WRITE: Operation = Operation::Write { clear_privileges: false, waits: true };
@@ -430,5 +458,22 @@ mod tests {
         assert!(write.advance(Ok(4)).is_none() && write.advance(error(libc::EAGAIN)).is_none(), "there is more to do");
         assert_eq!(left(&write), (6, 4));
         assert_eq!(write.advance(error(libc::ENOSPC)).unwrap().unwrap(), 4);
+    }
+
+    /// A server may answer so for ever: NFS while the file is locked, or any FUSE file system.
+    #[test]
+    fn a_remote_file_that_is_always_busy_is_an_error() {
+        let error = |errno| Err(io::Error::from_raw_os_error(errno));
+        let mut buffer = [0; 10];
+        let mut read = transfer(Operation::Read, tempfile::tempfile().unwrap(), &mut buffer);
+        assert_eq!(read.record(error(libc::EAGAIN), false).unwrap().unwrap_err().raw_os_error(), Some(libc::EAGAIN));
+        read.file().add_io_hints(REMOTE | io_hints::PROBED);
+        assert_eq!(read.advance(error(libc::EAGAIN)).unwrap().unwrap_err().raw_os_error(), Some(libc::EAGAIN));
+        for _ in 0..2 {
+            assert!((0..INTERRUPTIONS_MAX).all(|_| read.advance(error(libc::EINTR)).is_none()));
+            assert!(read.advance(Ok(1)).is_none(), "it was not interrupted");
+        }
+        assert!((0..INTERRUPTIONS_MAX).all(|_| read.advance(error(libc::EINTR)).is_none()));
+        assert_eq!(read.advance(error(libc::EINTR)).unwrap().unwrap_err().raw_os_error(), Some(libc::EINTR));
     }
 }
