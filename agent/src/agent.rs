@@ -10,7 +10,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::guard::Guard;
-use crate::mounts::{MountId, is_mount_point};
+use crate::mounts::{MountId, is_mount_root};
 use crate::replay::Replayer;
 use crate::shutdown::Shutdown;
 use crate::sys;
@@ -131,10 +131,10 @@ impl Agent {
     /// # Errors
     /// [`AgentError`].
     pub fn run(mut self, ready: &mut dyn FnMut()) -> Result<AgentEnd, AgentError> {
-        let before = sys::take_group().map_err(|_| AgentError::Permission)?;
+        let before = sys::enter_replay_group().map_err(|_| AgentError::Permission)?;
         self.interrupt_later();
         let outcome = self.replay_all(ready);
-        if let Err(error) = sys::give_back(before) {
+        if let Err(error) = sys::set_effective_gid(before) {
             tracing::warn!("the thread keeps the group of replays: {error}");
         }
         outcome
@@ -146,7 +146,7 @@ impl Agent {
         let interrupt = move || {
             std::thread::sleep(HEARD_MAX);
             if let Some(root) = root.upgrade()
-                && sys::take_group().is_ok()
+                && sys::enter_replay_group().is_ok()
             {
                 let _ = sys::interrupt(&root);
             }
@@ -162,7 +162,9 @@ impl Agent {
     }
 
     fn replay_all(&mut self, ready: &mut dyn FnMut()) -> Result<AgentEnd, AgentError> {
-        if sys::is_read_only(&self.root) {
+        let is_mounted = is_mount_root(self.root.as_fd());
+        // The mount point may be on a read-only file system.
+        if is_mounted && sys::is_read_only(&self.root) {
             return Err(AgentError::ReadOnly { path: self.path.clone() });
         }
         let mut buffer = vec![0; MESSAGE_BYTES_MAX];
@@ -171,7 +173,7 @@ impl Agent {
             let path = || self.path.clone();
             match sys::wait(&self.root, &mut buffer) {
                 Ok(()) => {}
-                Err(Errno::NOTTY | Errno::NOSYS | Errno::INVAL) if is_mount_point(&self.path) => {
+                Err(Errno::NOTTY | Errno::NOSYS | Errno::INVAL) if is_mounted => {
                     return Err(AgentError::NoEvents { path: path() });
                 }
                 Err(Errno::NOTTY | Errno::NOSYS | Errno::INVAL) => return Err(AgentError::NotMounted { path: path() }),
@@ -285,7 +287,7 @@ fn is_of_name(record: &Record<'_>) -> bool {
 /// Makes the kernel drop its unused caches of a mount, because events were missed.
 fn forget(root: &OwnedFd, path: &Path) {
     tracing::info!("{}: events may have been missed: dropping its caches", path.display());
-    if let Err(error) = sys::reconfigure(sys::pick(root).ok().as_ref()) {
+    if let Err(error) = sys::drop_unused_dentries(sys::open_for_reconfigure(root).ok().as_ref()) {
         tracing::warn!("{}: old data may be cached until it expires: cannot drop caches: {error}", path.display());
     }
 }

@@ -44,7 +44,7 @@ impl Guard {
     pub(crate) fn start(root: &OwnedFd) -> Result<Self> {
         reap();
         let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
-        let picked = sys::pick(root).ok();
+        let picked = sys::open_for_reconfigure(root).ok();
         // SAFETY: the new process has one thread, and makes only system calls: no allocation, no lock.
         let process = unsafe { sys::fork(|| run(&read, picked.as_ref())) }?;
         Ok(Self { pipe: Some(write), process, last: Instant::now() })
@@ -78,7 +78,7 @@ fn run(pipe: &OwnedFd, picked: Option<&OwnedFd>) {
         return;
     }
     let drop_caches = || {
-        let _ = sys::reconfigure(picked);
+        let _ = sys::drop_unused_dentries(picked);
     };
     let mut has_dropped = false;
     loop {

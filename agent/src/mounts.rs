@@ -36,11 +36,16 @@ impl MountId {
     }
 }
 
-/// Whether a path is a mount point; true where the kernel does not report it (before Linux 5.8).
-pub(crate) fn is_mount_point(path: &Path) -> bool {
-    statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::empty()).is_ok_and(|found| {
-        let can_tell = found.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT);
-        !can_tell || found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)
+/// Whether an open directory is the root of a mount. Before Linux 5.8: of one with another device than its parent.
+pub(crate) fn is_mount_root(dir: BorrowedFd<'_>) -> bool {
+    let stat = |path, flags| statx(dir, path, flags | AtFlags::STATX_DONT_SYNC, StatxFlags::empty());
+    stat("", AtFlags::EMPTY_PATH).is_ok_and(|found| match found.stx_attributes_mask {
+        known if known.contains(StatxAttributes::MOUNT_ROOT) => {
+            found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)
+        }
+        _ => {
+            stat("..", AtFlags::empty()).is_ok_and(|parent| MountId::from(parent).device != MountId::from(found).device)
+        }
     })
 }
 
@@ -70,8 +75,8 @@ mod tests {
         let file = File::open(proc).expect("/proc is mounted");
         assert_eq!(MountId::of(file.as_fd()), MountId::at(proc));
         assert_ne!(MountId::at(root), MountId::at(proc));
-        assert!(is_mount_point(proc) && !is_mount_point(Path::new("/proc/self")));
-        assert!(!is_mount_point(Path::new("/no/such/path")));
+        assert!(is_mount_root(file.as_fd()));
+        assert!(!is_mount_root(File::open("/proc/self").expect("/proc is mounted").as_fd()));
     }
 
     #[test]

@@ -42,9 +42,9 @@ impl Shutdown {
         self.is_over.store(true, Ordering::Release);
         // Fails only if it is readable already.
         let _ = rustix::io::write(&self.wake_fd, &1_u64.to_ne_bytes());
-        let before = sys::take_group()?;
+        let before = sys::enter_replay_group()?;
         let outcome = self.interrupt_all();
-        sys::give_back(before).and(outcome)
+        sys::set_effective_gid(before).and(outcome)
     }
 
     fn interrupt_all(&self) -> Result<()> {

@@ -28,18 +28,18 @@ struct FileHandle {
 const _: () = assert!(size_of::<FileHandle>() == 8 + 4 * HANDLE_WORDS);
 
 /// Sets the group of replays for this thread's file access; returns the previous one.
-pub(crate) fn take_group() -> Result<Gid> {
+pub(crate) fn enter_replay_group() -> Result<Gid> {
     let before = rustix::process::getegid();
     // The server recognizes only root.
     if !rustix::process::geteuid().is_root() {
         return Err(Errno::PERM);
     }
-    give_back(Gid::from_raw(REPLAY_GID))?;
+    set_effective_gid(Gid::from_raw(REPLAY_GID))?;
     Ok(before)
 }
 
-/// Takes an effective group, for this thread alone.
-pub(crate) fn give_back(group: Gid) -> Result<()> {
+/// Sets the effective group of this thread alone.
+pub(crate) fn set_effective_gid(group: Gid) -> Result<()> {
     let real = rustix::process::getgid();
     rustix::thread::set_thread_res_gid(real, group, real)
 }
@@ -70,15 +70,15 @@ pub(crate) fn is_read_only(root: &OwnedFd) -> bool {
     accessat(root, c".", Access::WRITE_OK, AtFlags::empty()) == Err(Errno::ROFS)
 }
 
-/// Opens a mounted file system for [`reconfigure`], without keeping its mount busy.
-pub(crate) fn pick(root: &OwnedFd) -> Result<OwnedFd> {
+/// Opens a mounted file system for [`drop_unused_dentries`], without keeping its mount busy.
+pub(crate) fn open_for_reconfigure(root: &OwnedFd) -> Result<OwnedFd> {
     fspick(root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)
 }
 
 /// Reconfigures a file system without changing anything: the kernel drops its names that are not in use, and FUSE
-/// keeps no inode without a name. Before Linux 5.2 only those of all file systems can be dropped. It allocates
-/// nothing.
-pub(crate) fn reconfigure(picked: Option<&OwnedFd>) -> Result<()> {
+/// keeps no inode without a name. If that fails, as before Linux 5.2, those of all file systems are dropped. It
+/// allocates nothing.
+pub(crate) fn drop_unused_dentries(picked: Option<&OwnedFd>) -> Result<()> {
     let dropped = picked.ok_or(Errno::NOSYS).and_then(|picked| fsconfig_reconfigure(picked.as_fd()));
     dropped.or_else(|_| {
         let file = rustix::fs::open(c"/proc/sys/vm/drop_caches", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
@@ -97,8 +97,8 @@ unsafe fn ioctl(root: &OwnedFd, command: u32, argument: *mut c_void) -> Result<(
     if result < 0 { Err(last_error()) } else { Ok(()) }
 }
 
-/// Opens an inode that the kernel knows, as a path. `is_asked_for`: its name is looked up at the server.
-pub(crate) fn open_inode(root: &OwnedFd, ino: Ino, is_asked_for: bool) -> Result<OwnedFd> {
+/// Opens an inode that the kernel knows, as a path. `revalidate`: its name is looked up at the server.
+pub(crate) fn open_inode(root: &OwnedFd, ino: Ino, revalidate: bool) -> Result<OwnedFd> {
     #[allow(clippy::cast_possible_truncation, reason = "the halves of the number")]
     let words = [(ino.0 >> 32) as u32, ino.0 as u32, 0];
     let mut handle = FileHandle { bytes: 4 * 3, kind: HANDLE_TYPE, words };
@@ -112,7 +112,7 @@ pub(crate) fn open_inode(root: &OwnedFd, ino: Ino, is_asked_for: bool) -> Result
     }
     // SAFETY: the call has returned a new descriptor, which has no other owner.
     let opened = unsafe { OwnedFd::from_raw_fd(fd) };
-    keep_name(&opened, if is_asked_for { AtFlags::STATX_FORCE_SYNC } else { AtFlags::empty() });
+    keep_name(&opened, if revalidate { AtFlags::STATX_FORCE_SYNC } else { AtFlags::empty() });
     Ok(opened)
 }
 

@@ -18,7 +18,8 @@ fn an_ending_agent_reports_its_reason() {
     let script = format!(
         ": >ready
         mkdir /mnt/part /mnt/ro; mount --bind d /mnt/part; mount --bind . /mnt/ro; mount -o remount,bind,ro /mnt/ro
-        for path in /none /usr /proc /mnt/part /mnt/ro; do {WATCH} agent $path 2>&1 & ended $!; done
+        mkdir /mnt/fixed; mount -t tmpfs t /mnt/fixed; mkdir /mnt/fixed/later; mount -o remount,ro /mnt/fixed
+        for path in /none /usr /mnt/fixed/later /proc /mnt/part /mnt/ro; do {WATCH} agent $path 2>&1 & ended $!; done
         # Each attempt has files of its own: what starts in the background empties them when it comes to run.
         at_once() {{
             rm -f /tmp/log; {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q ': ready' /tmp/log; sleep 0.2
@@ -39,6 +40,9 @@ fn an_ending_agent_reports_its_reason() {
         "ferry-watch: cannot open /none: No such file or directory (os error 2)",
         "status 1",
         "ferry-watch: nothing is mounted on /usr: mount the share there first, or let the agent wait for it (--wait)",
+        "status 1",
+        "ferry-watch: nothing is mounted on /mnt/fixed/later: mount the share there first, or let the agent wait for it \
+         (--wait)",
         "status 1",
         "ferry-watch: /proc sends no events: share it with --events, and name its mount point in the guest",
         "status 2",
