@@ -145,7 +145,8 @@ impl Ring {
     }
 
     /// Takes chains again that were taken before, maybe on another host: all between the used index in the driver's
-    /// memory and the base of the ring. Returns whether there are any.
+    /// memory and the base of the ring. Returns false, and takes none, if `heads` does not match the ring (always for
+    /// packed rings).
     pub(crate) fn take_resubmitted(&mut self, heads: Vec<u16>) -> bool {
         match self {
             Self::Split(ring) => ring.take_resubmitted(heads),
@@ -179,8 +180,9 @@ impl Ring {
         either!(self, ring => ring.has_available())
     }
 
-    /// Returns the driver's position in the used ring, as far as its event index shows it (2.7.10, 2.8.22), if it has
-    /// at least `least` completions to process, and more than chains are available here (`wholly`: any number).
+    /// Returns the driver's position in the used ring, as far as its event index shows it (2.7.7, 2.8.10), if it has
+    /// at least `least` completions to process, and more than chains are available here (`wholly`: any number). `None`
+    /// also while chains are recovered, and without event indexes.
     #[inline]
     pub(crate) fn lags_at(&self, least: u16, wholly: bool) -> Option<u16> {
         either!(self, ring => ring.lags_at(least, wholly))

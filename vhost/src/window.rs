@@ -24,7 +24,8 @@ use message::{MAP, UNMAP};
 /// How long the front end may take for a reply. A late one is an error: the state of the mapping is unknown.
 const REPLY_WITHIN: Duration = Duration::from_secs(30);
 /// How long the first mapping may take to return as a memory region. QEMU replies before the guest sees the mapping
-/// and sends the region afterwards; other front ends have mapped when they reply.
+/// and sends the region afterwards; other front ends have mapped when they reply. One that has added memory region by
+/// region, as QEMU does, may take [`REPLY_WITHIN`]: a busy host delays it, and the guest would see zeros meanwhile.
 const REGION_WITHIN: Duration = Duration::from_secs(2);
 /// The most memory regions, of memory and all windows: QEMU aborts beyond 512.
 const REGIONS_MAX: usize = 500;
@@ -66,6 +67,8 @@ struct State {
     awaited: Option<AddedRegion>,
     /// Whether the front end sends regions for mappings; unknown before the first mapping.
     sends_regions: Option<bool>,
+    /// The front end adds memory region by region (ADD_MEM_REG).
+    adds_regions: bool,
     /// The front end has sent a change of its memory and waits for the queues. It sends nothing else during that
     /// time.
     waits: bool,
@@ -221,7 +224,8 @@ impl Window {
     /// Waits until the mapping has returned as a memory region, for front ends that send regions. Returns whether it
     /// is complete.
     fn wait_for_region(&self, mut state: MutexGuard<'_, State>) -> Result<bool, WindowError> {
-        let within = if state.sends_regions.is_some() { self.reply_within } else { self.region_within };
+        let may_come = state.sends_regions.is_some() || state.adds_regions;
+        let within = if may_come { self.reply_within } else { self.region_within };
         let begun = Instant::now();
         while state.awaited.is_some() && !state.ended {
             let since = state.heard.map_or(begun, |heard| heard.max(begun));
@@ -239,7 +243,7 @@ impl Window {
             return Ok(true);
         }
         if state.sends_regions.is_none() {
-            tracing::debug!("the front end sends no memory regions for mappings");
+            tracing::debug!(adds_regions = state.adds_regions, "the front end sends no memory regions for mappings");
             state.sends_regions = Some(false);
         }
         Ok(state.sends_regions == Some(false))
@@ -347,6 +351,7 @@ impl Window {
         let mut state = lock(&self.state);
         state.regions = regions;
         state.waits = false;
+        state.adds_regions |= added.is_some();
         state.heard = Some(Instant::now());
         if added.is_some() && state.awaited == added {
             state.awaited = None;

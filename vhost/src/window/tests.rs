@@ -112,6 +112,23 @@ fn a_front_end_with_late_regions_is_waited_for_afterwards() {
     assert!(told_twice.load(Ordering::SeqCst), "the guest does not see it yet");
 }
 
+/// QEMU on a busy host.
+#[test]
+fn a_front_end_that_adds_memory_by_regions_may_be_slow() {
+    let (window, line) = window(REPLY_WITHIN, NOT_LONG);
+    let file = memfd(1 << 20);
+    let region = AddedRegion { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
+    window.memory_changed(1, Some(AddedRegion { file: file_id(memfd(1)).unwrap(), ..region }));
+    let mine = Arc::clone(&window);
+    front(line, move |line, code| {
+        reply(line, code, 0);
+        std::thread::sleep(4 * NOT_LONG);
+        mine.memory_changed(2, Some(region));
+    });
+    window.map(file.as_fd(), PART).unwrap();
+    assert_eq!(lock(&window.state).sends_regions, Some(true), "the guest does not see it yet");
+}
+
 #[test]
 fn a_wait_of_the_front_end_is_not_a_delay() {
     let (window, line) = window(REPLY_WITHIN, NOT_LONG);

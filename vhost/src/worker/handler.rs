@@ -51,7 +51,7 @@ pub trait QueueHandler: 'static {
     fn deliver(&mut self, chain: &Chain, message: Self::Message) -> u32;
     /// Writes an error reply after [`Self::serve`], [`Self::transferred`] or [`Self::deliver`] panicked.
     fn failed(&mut self, chain: &Chain) -> u32;
-    /// Called after a batch was taken, and before the worker sleeps.
+    /// Called after each batch, before the worker sleeps, and after each chain that another thread served.
     fn batch_end(&mut self) {}
     /// Returns where a chain may be served while requests are slow.
     fn placement(&self, _chain: &Chain) -> Placement {
