@@ -161,6 +161,17 @@ impl SandboxFlags {
         }
     }
 
+    /// Restricts this thread to these files and ports. `None`: it failed, and no flag requests it.
+    fn fence(&self, rules: LandlockRules<'_>, ports: &[u16]) -> Result<Option<LandlockStatus>> {
+        match ferry_isolation::restrict_landlock(rules, ports) {
+            Err(error) if self.sandbox.is_none() => {
+                tracing::warn!("files and ports are not restricted: {error}; --sandbox none accepts this");
+                Ok(None)
+            }
+            outcome => Ok(Some(outcome?)),
+        }
+    }
+
     /// Applies the filter of a role to this thread. An error counts only if a flag requests the filter.
     fn filter(&self, role: Role) -> Result<()> {
         let Some(action) = self.action() else { return Ok(()) };
@@ -463,7 +474,7 @@ impl Inside {
                 true => (LandlockRules::AllFiles, "all but files".to_owned()),
                 false => (LandlockRules::Below(&dirs), format!("files below {} directories", dirs.len())),
             };
-            (Some(ferry_isolation::restrict_landlock(fence, &[])?), rules)
+            (sandbox_flags.fence(fence, &[])?, rules)
         } else {
             (None, "none".to_owned())
         };

@@ -87,6 +87,9 @@ const UNCONDITIONAL: &[c_long] = calls! {
     SYS_getpid SYS_getppid SYS_tgkill SYS_sched_yield SYS_sched_getaffinity SYS_sched_setaffinity SYS_sched_getparam
     SYS_sched_getscheduler SYS_sched_setscheduler SYS_getcpu SYS_rt_sigaction SYS_rt_sigprocmask SYS_rt_sigreturn
     SYS_rt_sigtimedwait SYS_sigaltstack
+    // By abort().
+    #[cfg(target_env = "musl")]
+    SYS_tkill
     // The machine.
     SYS_getrandom SYS_getrusage SYS_prlimit64 SYS_sysinfo SYS_uname SYS_times
     // Another filter can only forbid more.
@@ -308,10 +311,12 @@ mod tests {
     fn calls_that_escape_the_sandbox_are_not_allowed() {
         let rules = rules(Role::Server).expect("sound rules");
         let forbidden: &[c_long] = calls! {
-            SYS_execve SYS_execveat SYS_socket SYS_connect SYS_bind SYS_ptrace SYS_kill SYS_tkill SYS_mount
+            SYS_execve SYS_execveat SYS_socket SYS_connect SYS_bind SYS_ptrace SYS_kill SYS_mount
             SYS_move_mount SYS_open_tree SYS_fsopen SYS_pivot_root SYS_chroot SYS_setns SYS_bpf SYS_perf_event_open
             SYS_keyctl SYS_add_key SYS_userfaultfd SYS_init_module SYS_finit_module SYS_kexec_load SYS_reboot
             SYS_pidfd_getfd SYS_setuid SYS_personality SYS_swapon
+            #[cfg(not(target_env = "musl"))]
+            SYS_tkill
         };
         for call in forbidden {
             assert!(!rules.contains_key(call), "{call}");

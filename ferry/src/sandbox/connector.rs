@@ -67,7 +67,7 @@ fn close(sandbox_flags: &SandboxFlags, reach: &ServerAccess, is_fenced: bool, ke
         let files = reach.files().into_iter().filter_map(|path| File::open(path).ok()).collect::<Vec<_>>();
         let files: Vec<_> = files.iter().map(|file| (file.as_fd(), true)).collect();
         let ports: Vec<u16> = reach.port.into_iter().chain(reach.by_name.then_some(DOMAIN_PORT)).collect();
-        Some(ferry_isolation::restrict_landlock(LandlockRules::Below(&files), &ports)?)
+        sandbox_flags.fence(LandlockRules::Below(&files), &ports)?
     } else {
         None
     };

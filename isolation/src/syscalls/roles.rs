@@ -116,6 +116,9 @@ pub(super) const OF_HELPERS: &[c_long] = calls! {
     SYS_rt_sigprocmask SYS_rt_sigaction SYS_rt_sigreturn SYS_sigaltstack SYS_tgkill SYS_getpid SYS_gettid
     SYS_unlinkat SYS_write SYS_writev SYS_close SYS_fcntl SYS_futex SYS_brk SYS_munmap SYS_mremap SYS_madvise
     SYS_getrandom SYS_restart_syscall SYS_exit SYS_exit_group SYS_clock_gettime
+    // By abort().
+    #[cfg(target_env = "musl")]
+    SYS_tkill
 };
 
 /// The additional calls of the supervisor. It opens no files.
