@@ -130,10 +130,16 @@ fn is_cut(copy: &File, start: u64, bytes: u64, end: u64) {
     assert!(has == expected, "{bytes} bytes from {start} on");
 }
 
-/// A guest without a window.
-fn other(socket: &Path) -> (Driver, u64) {
-    let mut driver = Driver::connect(socket, Config::default()).unwrap();
+/// A guest without a window, which waits for replies longer than a server for a front end that does not answer.
+fn patient(socket: &Path) -> Driver {
+    let mut driver = Driver::connect(socket, Config { timeout: TIMEOUT, ..Config::default() }).unwrap();
     driver.init().unwrap();
+    driver
+}
+
+/// Such a guest, and the number of `file`.
+fn other(socket: &Path) -> (Driver, u64) {
+    let mut driver = patient(socket);
     let node = driver.lookup(ROOT, "file").unwrap().nodeid;
     (driver, node)
 }
@@ -457,8 +463,7 @@ fn a_qemu_guest_outlives_the_truncation_of_a_file_that_it_has_mapped() {
                 assert!(Instant::now() < end, "the guest does not map {name}");
                 std::thread::sleep(Duration::from_millis(50));
             }
-            let mut driver = Driver::connect(&socket, Config::default()).unwrap();
-            driver.init().unwrap();
+            let mut driver = patient(&socket);
             let node = driver.lookup(ROOT, name).unwrap().nodeid;
             let begun = Instant::now();
             driver.truncate(node, size).unwrap();
@@ -468,11 +473,15 @@ fn a_qemu_guest_outlives_the_truncation_of_a_file_that_it_has_mapped() {
     });
     let ran = run(guest, TIMEOUT);
     cuts.join().unwrap();
-    println!("{}", ran.ok());
-    // What the program has stored before the new end is there.
-    let mut expected = pattern(3_000_000);
-    expected.iter_mut().step_by(4096).for_each(|byte| *byte = 7);
-    assert!(std::fs::read(share.path.join("part")).unwrap() == expected);
+    let said = ran.ok();
+    println!("{said}");
+    // A program that its own signal ends may have stored nothing.
+    if said.lines().nth(1) != Some("a signal of its own") {
+        // What the program has stored before the new end is there.
+        let mut expected = pattern(3_000_000);
+        expected.iter_mut().step_by(4096).for_each(|byte| *byte = 7);
+        assert!(std::fs::read(share.path.join("part")).unwrap() == expected);
+    }
     drop(beside);
     share.assert_released();
 }
