@@ -69,15 +69,16 @@
 //!
 //! ```no_run
 //! use std::sync::Arc;
-//! use ferry_fs::{FileSystem, fuse, virtiofs};
+//! use ferry_fs::{FileSystem, ShutdownSignals, fuse, virtiofs};
 //!
 //! # struct Hello;
 //! # impl FileSystem for Hello {}
+//! // Before anything exists that a signal would leave behind.
+//! let mut signals = ShutdownSignals::catch(&ShutdownSignals::ALL)?;
 //! let fs: Arc<dyn FileSystem> = Arc::new(Hello);
 //! let mount = fuse::Export::mount("/mnt/hello".as_ref(), Arc::clone(&fs), fuse::Options::default())?;
 //! let device = virtiofs::Export::listen("/run/hello.sock".as_ref(), fs, virtiofs::Options::default())?;
-//! // Until a signal comes:
-//! ferry_fs::ShutdownSignals::catch(&ferry_fs::ShutdownSignals::ALL)?.wait();
+//! signals.wait();
 //! device.stop();
 //! mount.stop();
 //! # Ok::<(), Box<dyn std::error::Error>>(())

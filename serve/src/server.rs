@@ -335,7 +335,7 @@ impl Server {
 
 pub(crate) fn init_of(init: &InitRequest, negotiated: &Negotiated) -> Init {
     Init {
-        minor: init.minor,
+        minor: negotiated.minor,
         max_readahead_bytes: init.max_readahead_bytes,
         offered: init.flags.bits(),
         agreed: negotiated.flags.bits(),

@@ -112,7 +112,7 @@ impl Journal {
         entry[STATE].store(0, Ordering::Release);
         entry[UNIQUE].store(unique, Ordering::Release);
         entry[NUMBER].store(self.number, Ordering::Release);
-        self.write(note, BEGUN);
+        self.write(&note[..note.len().min(BYTES_MAX)], BEGUN);
     }
 
     /// Records that the current request is done, with its reply.

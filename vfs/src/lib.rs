@@ -30,7 +30,8 @@
 //!
 //! # A complete file system
 //!
-//! Files of a fixed size in one directory, which all users may create, write, read, list and remove:
+//! Files of a fixed size in one directory, which all users may create, write, read, list and remove. To stay short, it
+//! counts no references, so the contents of an open file end with its name, and a panic under its lock would end all:
 //!
 //! ```
 //! use ferry_vfs::*;

@@ -9,7 +9,8 @@ use crate::sync::lock;
 const LINES_PER_WINDOW: u32 = 10;
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Limits log lines to ten in ten seconds. Each guest, mount and image has its own, so that none hides the lines of another.
+/// Limits log lines to ten in ten seconds, besides one that counts the suppressed ones. Each share, disk, image and mount
+/// has its own; the clients of one share have one in common.
 #[derive(Debug, Default)]
 pub struct RatelimitedLog(Mutex<Option<(Instant, u32)>>);
 

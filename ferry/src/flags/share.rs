@@ -310,11 +310,11 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
     pub cache_size: Option<Size>,
 
-    /// Fetch this much in addition to a file that is read: what was built after it. Also for layers:DIR [default: 256K, and for images up to 2M from a server that answers slowly].
+    /// Fetch this much beyond each read, in build order. Also for layers:DIR [default: 256K, and for images up to 2M from a server that answers slowly].
     #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
     pub fetch_ahead: Option<Size>,
 
-    /// Fetch the rest with at most so many bytes per second, together with what is read, which never waits.
+    /// Limit background fetches so that all fetches stay below this many bytes per second; reads are never delayed.
     #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
     pub fetch_rate: Option<Size>,
 

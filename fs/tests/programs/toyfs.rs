@@ -2,7 +2,7 @@
 //!
 //! `toyfs mount DIR` mounts it on this host, `toyfs virtiofs SOCKET` shares it with a virtual machine; its contents are
 //! lost at exit. It has files, directories, hard and symbolic links, device nodes, extended attributes, an ioctl, and a
-//! limit on its size. It leaves to the client's kernel: locks within one client, SEEK_HOLE without holes,
+//! limit on the size of its files. It leaves to the client's kernel: locks within one client, SEEK_HOLE without holes,
 //! copy_file_range, and fsync without durability. It has no access times, ACLs, capabilities and RENAME_EXCHANGE.
 //!
 //! [`State`] holds everything; `impl FileSystem for Toy` implements the clients' requests.
@@ -17,7 +17,8 @@ use ferry_fs::{
     XattrFlags,
 };
 
-/// The maximum size of all files together in bytes, so that no client can exhaust the host's memory.
+/// The maximum size of all files together in bytes. Names, links and extended attributes are not limited: a file system
+/// for clients that are not trusted counts them, too.
 const BYTES_MAX: u64 = 256 << 20;
 const BLOCK_BYTES: u32 = 4096;
 /// The toy's own ioctl, `_IOR('t', 1, u64)`: the total size of all files.

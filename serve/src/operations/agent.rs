@@ -14,7 +14,7 @@ use crate::reply;
 use crate::server::{Context, Server};
 use crate::session::Session;
 
-/// The longest wait of an agent. A guest's kernel cannot interrupt the request, so a killed agent ends, and its mount
+/// The longest wait of an agent without a lease ([`RENEWAL`] otherwise). A guest's kernel cannot interrupt the request, so a killed agent ends, and its mount
 /// can be unmounted, only after this time.
 const WAIT_MAX: Duration = Duration::from_secs(5);
 

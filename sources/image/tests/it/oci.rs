@@ -393,12 +393,12 @@ fn hostile_directories_are_refused() {
             let file = File::options().append(true).open(path).expect("it is there");
             file.set_len(100).expect("it can be cut off");
         }),
-        ("it is no regular file", |bundle| {
+        ("it is not a regular file", |bundle| {
             let path = bundle.blob_path(bundle.layers[0]["digest"].as_str().expect("text"));
             fs::remove_file(&path).expect("it is there");
             make_fifo(&path);
         }),
-        ("it is no regular file", |bundle| {
+        ("it is not a regular file", |bundle| {
             let path = bundle.directory.join("oci-layout");
             fs::remove_file(&path).expect("it is there");
             make_fifo(&path);
@@ -414,12 +414,12 @@ fn hostile_directories_are_refused() {
             let text = fs::read_to_string(&path).expect("it is there");
             fs::write(path, text.replace("schemaVersion", "schemaversion")).expect("it can be written");
         }),
-        ("is no digest that is known here", |bundle| {
+        ("is not a supported digest", |bundle| {
             let mut manifest = bundle.manifest();
             manifest["digest"] = json!("sha256:../../../../../../etc/passwd");
             bundle.index(&[manifest]);
         }),
-        ("is no digest that is known here", |bundle| {
+        ("is not a supported digest", |bundle| {
             bundle.layers[0]["digest"] = json!("sha512:00");
             bundle.finish("latest");
         }),

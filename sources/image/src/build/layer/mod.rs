@@ -319,7 +319,7 @@ fn write(
 /// Why layers do not make an image.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildLayersError {
-    /// Tables of contents are wrong. The layers can be read as a whole.
+    /// The layers cannot be used this way; the text says why.
     #[error("{0}")]
     Refused(String),
     /// Something cannot be written, or does not fit.

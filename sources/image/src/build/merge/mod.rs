@@ -1,8 +1,8 @@
 //! One image of a chain of layers: it shows what overlayfs shows of them, and its files are in the layers' packs. No byte of them is
 //! read.
 //!
-//! The rules are those of overlayfs (Documentation/filesystems/overlayfs.rst): of a name the highest layer counts; directories
-//! are merged down to an opaque one, a whiteout or another file. What only some kernels make of a layer is refused.
+//! The rules are those of overlayfs (Documentation/filesystems/overlayfs.rst): the highest layer that has a name wins;
+//! directories are merged down to an opaque one, a whiteout or another file. Features of some kernels only are refused.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -26,11 +26,10 @@ const BYTES_MAX: u64 = 256 << 20;
 /// The prefix of overlayfs's own attributes.
 const OVERLAY: &[u8] = b"trusted.overlay.";
 /// Those of them that mean nothing in a lower layer.
-const MEANINGLESS: [&[u8]; 6] = [b"impure", b"nlink", b"origin", b"protattr", b"upper", b"uuid"];
+const IGNORED_XATTRS: [&[u8]; 6] = [b"impure", b"nlink", b"origin", b"protattr", b"upper", b"uuid"];
 const OPAQUE: &[u8] = b"opaque";
 
-/// Makes one image of layers' images, which must have these digests, from the highest to the lowest. The same layers give the same
-/// image, bit for bit. With `inode_share`, files have the identities by which mounts share their page cache. Returns the digest.
+/// Merges the images of layers, the highest first, each with its digest, into one. The result is reproducible. With `inode_share`, files have the identities by which mounts share their page cache. Returns the digest.
 ///
 /// # Errors
 ///
@@ -43,7 +42,7 @@ pub fn merge(layers: &[(PathBuf, Digest)], image: &Path, inode_share: bool) -> R
     }
     if bytes > BYTES_MAX {
         let (mib, most) = (bytes >> 20, BYTES_MAX >> 20);
-        let why = format!("the images of the layers have {mib} MiB together, more than {most}");
+        let why = format!("the images of the layers have {mib} MiB together, more than {most} MiB: merge fewer layers");
         return Err(BuildLayersError::Refused(why));
     }
     let images: Vec<Image> =
@@ -68,15 +67,15 @@ fn merged(layers: &[Image], inode_share: bool) -> Result<Vec<u8>, BuildLayersErr
 
 /// An inode of a layer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Place {
+struct LayerInode {
     layer: usize,
     nid: Nid,
 }
 
 /// What layers have under a name, the highest first: one file, or directories.
 #[derive(Default)]
-struct Found {
-    stack: Vec<(Place, Inode)>,
+struct MergedName {
+    stack: Vec<(LayerInode, Inode)>,
     /// Whether lower layers do not count.
     is_closed: bool,
 }
@@ -84,10 +83,10 @@ struct Found {
 struct Merge<'a> {
     layers: &'a [Image],
     tree: Tree,
-    /// Those that are needed.
+    /// The packs that the merged image needs.
     packs: Vec<flat::Pack>,
     /// Files with several names in their layer.
-    links: HashMap<Place, NodeId>,
+    links: HashMap<LayerInode, NodeId>,
 }
 
 impl<'a> Merge<'a> {
@@ -98,7 +97,7 @@ impl<'a> Merge<'a> {
         let mut roots = Vec::new();
         for (layer, image) in layers.iter().enumerate() {
             let inode = image.inode(image.root()).map_err(at(layer))?;
-            roots.push((Place { layer, nid: inode.nid }, inode));
+            roots.push((LayerInode { layer, nid: inode.nid }, inode));
         }
         let Some(&(first, root)) = roots.first() else {
             return Err(BuildLayersError::Refused("there are no layers".into()));
@@ -107,7 +106,7 @@ impl<'a> Merge<'a> {
         let root = self.add(first, &root)?;
         let mut left = vec![(root, roots)];
         while let Some((node, stack)) = left.pop() {
-            let mut names: BTreeMap<&'a [u8], Found> = BTreeMap::new();
+            let mut names: BTreeMap<&'a [u8], MergedName> = BTreeMap::new();
             for (place, inode) in stack {
                 // A damaged image may reference its directories more than once.
                 if !entered.insert(place) {
@@ -137,7 +136,7 @@ impl<'a> Merge<'a> {
         &self,
         layer: usize,
         directory: &Inode,
-        names: &mut BTreeMap<&'a [u8], Found>,
+        names: &mut BTreeMap<&'a [u8], MergedName>,
     ) -> Result<(), BuildLayersError> {
         let image = &self.layers[layer];
         let at = |flaw: Flaw| BuildLayersError::Refused(format!("the image of layer {layer}: {flaw}"));
@@ -148,7 +147,7 @@ impl<'a> Merge<'a> {
                 continue;
             }
             let inode = image.inode(entry.nid).map_err(at)?;
-            let place = Place { layer, nid: entry.nid };
+            let place = LayerInode { layer, nid: entry.nid };
             if inode.kind() == FileType::Directory {
                 found.is_closed = attributes(image, &inode)?.1;
                 found.stack.push((place, inode));
@@ -163,7 +162,7 @@ impl<'a> Merge<'a> {
     }
 
     /// Returns the inode of a name, which is added unless it has another name already.
-    fn child(&mut self, place: Place, inode: &Inode) -> Result<NodeId, BuildLayersError> {
+    fn child(&mut self, place: LayerInode, inode: &Inode) -> Result<NodeId, BuildLayersError> {
         if inode.nlink < 2 || inode.kind() == FileType::Directory {
             return self.add(place, inode);
         }
@@ -179,7 +178,7 @@ impl<'a> Merge<'a> {
         }
     }
 
-    fn add(&mut self, Place { layer, .. }: Place, inode: &Inode) -> Result<NodeId, BuildLayersError> {
+    fn add(&mut self, LayerInode { layer, .. }: LayerInode, inode: &Inode) -> Result<NodeId, BuildLayersError> {
         let image = &self.layers[layer];
         let at = |flaw: Flaw| BuildLayersError::Refused(format!("the image of layer {layer}: {flaw}"));
         let (xattrs, _) = attributes(image, inode)?;
@@ -236,10 +235,13 @@ fn attributes(image: &Image, inode: &Inode) -> Result<(Xattrs, bool), BuildLayer
         match name.strip_prefix(OVERLAY) {
             None => shown.push((name, value.to_vec())),
             Some(OPAQUE) if value == b"y" => is_opaque = true,
-            Some(rest) if MEANINGLESS.contains(&rest) => {}
+            Some(rest) if IGNORED_XATTRS.contains(&rest) => {}
             Some(_) => {
                 let (name, value) = (name.escape_ascii(), value.escape_ascii());
-                return Err(BuildLayersError::Refused(format!("a file has the attribute {name}={value} of overlayfs")));
+                return Err(BuildLayersError::Refused(format!(
+                    "the attribute {name}={value} of inode {} has no meaning outside overlayfs",
+                    inode.nid.0
+                )));
             }
         }
     }

@@ -18,26 +18,26 @@ const PIECE_BYTES: usize = 1 << 16;
 /// The name of a blob: `sha256:` and 64 hexadecimal digits, so it is safe as a part of a path.
 #[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
-pub(super) struct Name([u8; 32]);
+pub(super) struct BlobDigest([u8; 32]);
 
-impl TryFrom<String> for Name {
+impl TryFrom<String> for BlobDigest {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
         let digits = text.strip_prefix("sha256:").and_then(|digits| bytes_of_hex(digits.as_bytes()));
         digits
             .map(Self)
-            .ok_or_else(|| format!("{:?} is no digest that is known here: sha256 and 64 hexadecimal digits", text))
+            .ok_or_else(|| format!("{text:?} is not a supported digest: use sha256: and 64 hexadecimal digits"))
     }
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for BlobDigest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "sha256:{}", hex(&self.0))
     }
 }
 
-impl fmt::Debug for Name {
+impl fmt::Debug for BlobDigest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
@@ -50,22 +50,22 @@ pub(super) fn open_untrusted(path: &Path) -> Result<File> {
 }
 
 /// A reader that hashes what it reads.
-pub(super) struct Hashing<R> {
+pub(super) struct HashReader<R> {
     inner: R,
     hash: Sha256,
 }
 
-impl<R: Read> Hashing<R> {
+impl<R: Read> HashReader<R> {
     pub(super) fn new(inner: R) -> Self {
         Self { inner, hash: Sha256::new() }
     }
 
     /// Reads to the end; returns the name of all that was read.
-    pub(super) fn finish(mut self) -> io::Result<Name> {
+    pub(super) fn finish(mut self) -> io::Result<BlobDigest> {
         let mut piece = vec![0; PIECE_BYTES];
         loop {
             match self.read(&mut piece) {
-                Ok(0) => return Ok(Name(self.hash.finalize().into())),
+                Ok(0) => return Ok(BlobDigest(self.hash.finalize().into())),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
@@ -74,7 +74,7 @@ impl<R: Read> Hashing<R> {
     }
 }
 
-impl<R: Read> Read for Hashing<R> {
+impl<R: Read> Read for HashReader<R> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let count = self.inner.read(bytes)?;
         self.hash.update(&bytes[..count]);
@@ -86,13 +86,13 @@ impl<R: Read> Read for Hashing<R> {
 pub(super) struct Blob {
     pub path: PathBuf,
     what: &'static str,
-    name: Name,
-    reader: Hashing<io::Take<File>>,
+    name: BlobDigest,
+    reader: HashReader<io::Take<File>>,
 }
 
 impl Blob {
     /// Opens the blob of an image directory with this name and length.
-    pub(super) fn open(directory: &Path, name: Name, bytes: u64, what: &'static str) -> Result<Self> {
+    pub(super) fn open(directory: &Path, name: BlobDigest, bytes: u64, what: &'static str) -> Result<Self> {
         let path = directory.join("blobs/sha256").join(hex(&name.0));
         let file = open_untrusted(&path)?;
         let found = file.metadata().doing("look at", &path)?;
@@ -100,11 +100,11 @@ impl Blob {
             let reason = if found.is_file() {
                 format!("it has {} bytes, not {bytes}", found.len())
             } else {
-                "it is no regular file".into()
+                "it is not a regular file".into()
             };
             return Err(Error::Input { path, at: what.into(), reason });
         }
-        Ok(Self { path, what, name, reader: Hashing::new(file.take(bytes)) })
+        Ok(Self { path, what, name, reader: HashReader::new(file.take(bytes)) })
     }
 
     /// Reads the rest, and compares the digest with the name.

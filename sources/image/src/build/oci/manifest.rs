@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use super::blob::{Blob, Name, open_untrusted};
+use super::blob::{Blob, BlobDigest, open_untrusted};
 use crate::format::error::{Error, IoContext, Result};
 
 /// The maximum size of a manifest, index or configuration in bytes: what every registry must accept.
@@ -33,7 +33,7 @@ const TAG: &str = "org.opencontainers.image.ref.name";
 pub(super) struct Descriptor {
     #[serde(default)]
     media_type: String,
-    pub digest: Name,
+    pub digest: BlobDigest,
     pub size: u64,
     #[serde(default)]
     annotations: Option<BTreeMap<String, String>>,
@@ -77,16 +77,16 @@ struct Config {
 struct Rootfs {
     #[serde(rename = "type")]
     kind: String,
-    diff_ids: Vec<Name>,
+    diff_ids: Vec<BlobDigest>,
 }
 
 /// A layer of an image.
 #[derive(Clone, Debug)]
 pub(super) struct Layer {
-    pub blob: Name,
+    pub blob: BlobDigest,
     pub bytes: u64,
     /// The digest of the unpacked archive.
-    pub plain: Name,
+    pub plain: BlobDigest,
 }
 
 fn flaw(path: &Path, at: &str, reason: impl Into<String>) -> Error {
@@ -101,7 +101,7 @@ fn parse<T: DeserializeOwned>(bytes: &[u8], path: &Path, at: &str) -> Result<T> 
 fn read_file<T: DeserializeOwned>(path: &Path, at: &str) -> Result<T> {
     let file = open_untrusted(path)?;
     if !file.metadata().doing("look at", path)?.is_file() {
-        return Err(flaw(path, at, "it is no regular file"));
+        return Err(flaw(path, at, "it is not a regular file"));
     }
     let mut bytes = Vec::new();
     file.take(JSON_BYTES_MAX + 1).read_to_end(&mut bytes).doing("read", path)?;
@@ -204,7 +204,7 @@ fn manifest(directory: &Path, mut found: Descriptor, platform: &str) -> Result<D
     Err(flaw(directory, "an index", "indexes name indexes, deeper than programs do"))
 }
 
-fn blob_path(directory: &Path, name: Name) -> PathBuf {
+fn blob_path(directory: &Path, name: BlobDigest) -> PathBuf {
     directory.join("blobs").join(name.to_string().replace(':', "/"))
 }
 
@@ -255,7 +255,7 @@ fn of_manifest(directory: &Path, found: &Descriptor) -> Result<Vec<Layer>> {
     if manifest.layers.len() > LAYERS_MAX {
         return Err(refused(format!("it has more than {LAYERS_MAX} layers")));
     }
-    let layer = |(layer, plain): (Descriptor, Name)| {
+    let layer = |(layer, plain): (Descriptor, BlobDigest)| {
         if !layer.is_layer() {
             return Err(refused(format!("a layer of the kind {:?}, which is not known here", layer.media_type)));
         }

@@ -22,7 +22,7 @@ use crate::build::tar::{Layers, fill};
 use crate::format::error::{Error, IoContext, Result};
 use crate::format::tree::Tree;
 
-use blob::{Blob, Hashing};
+use blob::{Blob, HashReader};
 use manifest::Layer;
 
 /// The prefix of a source that is an image directory.
@@ -108,7 +108,7 @@ fn with(
     let path = blob.path.clone();
     let (outcome, plain) = {
         let input = io::BufReader::with_capacity(BUFFER_BYTES, meter.over(&mut blob));
-        let mut archive = Hashing::new(unpacked(input).doing("unpack", &path)?);
+        let mut archive = HashReader::new(unpacked(input).doing("unpack", &path)?);
         (read(&mut archive, &path), archive.finish())
     };
     blob.finish()?;
