@@ -167,7 +167,11 @@ pub fn metrics_text(reports: &[ServerReport], format: MetricsFormat, with_pid: b
         })
         .collect();
     text.header("ferry_build_info", Kind::Gauge, "The version of Ferry.");
-    let _ = writeln!(text.out, "ferry_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
+    for (report, program) in reports.iter().filter_map(|report| Some((report, report.program.as_ref()?))) {
+        let mut labels = pid(report);
+        push_label(&mut labels, "version", program);
+        let _ = writeln!(text.out, "ferry_build_info{{{labels}}} 1");
+    }
     text.header("ferry_uptime_seconds", Kind::Gauge, "Seconds since the server began to serve.");
     for report in reports {
         let _ = writeln!(text.out, "ferry_uptime_seconds{} {}", braced(pid(report)), report.uptime_s);
@@ -309,7 +313,8 @@ mod tests {
         };
         let share = ShareStatus { source: source.into(), ninep: Some("unix:/s".into()), ..ShareStatus::default() };
         let share = ShareReport { share, cache: None, limit: None, exports: vec![export] };
-        ServerReport { version: 1, pid: 9, uptime_s: 3, descriptors: Some(12), shares: vec![share] }
+        let program = Some("0.0.1".into());
+        ServerReport { version: 1, pid: 9, program, uptime_s: 3, descriptors: Some(12), shares: vec![share] }
     }
 
     #[test]
@@ -328,6 +333,7 @@ mod tests {
             format!(r#"ferry_request_duration_seconds_sum{{{labels},operation="read"}} 1.5"#),
             format!("ferry_fids{{{labels}}} 7"),
             format!(r#"ferry_snapshots{{{labels},kind="view"}} 3"#),
+            r#"ferry_build_info{version="0.0.1"} 1"#.into(),
             "ferry_uptime_seconds 3".into(),
             "ferry_descriptors 12".into(),
             "# TYPE ferry_request_errors counter".into(),
@@ -339,6 +345,7 @@ mod tests {
         let older = metrics_text(&[report("/srv")], MetricsFormat::Prometheus, true);
         assert!(older.contains("# TYPE ferry_request_errors_total counter\n") && !older.contains("# EOF"), "{older}");
         assert!(older.contains(r#"ferry_uptime_seconds{pid="9"} 3"#), "{older}");
+        assert!(older.contains(r#"ferry_build_info{pid="9",version="0.0.1"} 1"#), "{older}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The report of a server: its shares, their exports, and their use.
 
 use ferry_engine::metrics::{OperationSnapshot, Snapshot, bucket_end_ns};
+use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
 /// The version of [`ServerReport`], which a client names in its request. It grows when a field changes its meaning or is
@@ -14,6 +15,9 @@ pub struct ServerReport {
     pub version: u32,
     /// Its process id.
     pub pid: u32,
+    /// The version of its program; `None`: unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub program: Option<String>,
     /// The time in seconds since it began to serve.
     pub uptime_s: u64,
     /// The number of its open descriptors; `None`: unknown.
@@ -254,11 +258,12 @@ impl OperationReport {
     }
 }
 
-/// Returns the name of an error, such as `ENOENT`; errors that Linux does not have are number 0.
+/// Returns the name of an error, such as `ENOENT`, or its number. Errors above those of Linux are counted as 0.
 pub(crate) fn errno_name(number: i32) -> String {
-    match number {
-        0 => "other".into(),
-        number => format!("{:?}", nix::errno::Errno::from_raw(number)),
+    match (number, Errno::from_raw(number)) {
+        (0, _) => "other".into(),
+        (_, Errno::UnknownErrno) => number.to_string(),
+        (_, known) => format!("{known:?}"),
     }
 }
 
@@ -272,4 +277,23 @@ pub struct PathLack {
     /// The command that enables it, if one does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_have_names_of_their_own() {
+        let names: std::collections::BTreeSet<_> = (0..=133).map(errno_name).collect();
+        assert_eq!(names.len(), 134, "{names:?}");
+        assert_eq!([2, 41, 0].map(errno_name), ["ENOENT", "41", "other"]);
+    }
+
+    #[test]
+    fn a_report_of_an_older_program_has_no_version_of_it() {
+        let report: ServerReport =
+            serde_json::from_str(r#"{"version":1,"pid":7,"uptime_s":1,"shares":[]}"#).expect("a report");
+        assert_eq!(report.program, None);
+    }
 }

@@ -15,7 +15,8 @@ impl ServerReport {
     pub(crate) fn of(shares: &[ServedShare], pid: u32, started: Instant) -> Self {
         let shares = shares.iter().map(ServedShare::report).collect();
         let (uptime_s, descriptors) = (started.elapsed().as_secs(), descriptors::count());
-        Self { version: REPORT_VERSION, pid, uptime_s, descriptors, shares }
+        let program = Some(env!("CARGO_PKG_VERSION").into());
+        Self { version: REPORT_VERSION, pid, program, uptime_s, descriptors, shares }
     }
 }
 

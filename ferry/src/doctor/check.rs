@@ -1,5 +1,8 @@
 //! A check of this machine, and what it means for the exports.
 
+use std::io;
+
+use rustix::io::Errno;
 use serde::Serialize;
 
 /// Exports that a machine is checked for.
@@ -74,6 +77,11 @@ pub struct Lack {
     pub is_partial: bool,
 }
 
+/// The remedy if the control group of a container refuses a device. The error is then EPERM; that of a file's mode is EACCES.
+pub fn device_remedy(error: &io::Error, device: &str) -> Option<String> {
+    (Errno::from_io_error(error) == Some(Errno::PERM)).then(|| format!("# start the container with --device {device}"))
+}
+
 /// One check.
 #[derive(Debug)]
 pub struct Check {
@@ -122,5 +130,17 @@ impl Check {
             Some(lack) if !lack.is_partial && self.needed_by.iter().any(|one| exports.contains(one)) => State::Missing,
             Some(_) => State::Degraded,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_a_container_lacks_is_told_from_one_of_another_user() {
+        let remedy = |errno: Errno| device_remedy(&errno.into(), "/dev/fuse");
+        assert_eq!(remedy(Errno::PERM).as_deref(), Some("# start the container with --device /dev/fuse"));
+        assert_eq!((remedy(Errno::ACCESS), remedy(Errno::NOENT)), (None, None));
     }
 }

@@ -3,10 +3,11 @@
 use std::fs;
 
 use ferry_engine::{IoMode, Transfers, TransfersError};
-use ferry_isolation::View;
+use ferry_isolation::{Capabilities, View};
 use rustix::io::Errno;
 
 use super::check::{Check, Export};
+use super::{can_mount, remedy_to_mount};
 
 /// The oldest version of Landlock that has all rules of Ferry: it restricts files (2), TCP (4), ioctls (5) and signals (6).
 const LANDLOCK_WHOLE: u32 = 6;
@@ -33,10 +34,20 @@ fn userns_setting(read: impl Fn(&str) -> Option<String>) -> Option<(String, &'st
 
 fn namespaces() -> Check {
     let check = Check::new("namespaces", &[], Export::SERVERS);
+    // As `sandbox.rs` decides.
+    let needed = Capabilities::of_server(true);
+    let acts_as_others = Capabilities::of_thread().is_ok_and(|had| needed.and(had) != Capabilities::NONE);
     match ferry_isolation::is_possible(&View::default()) {
+        Ok(()) if acts_as_others && !can_mount() => check.has_less(
+            "with a single user: for disks, and not for directories",
+            "a server of directories sees all files of this host that its user may read",
+            remedy_to_mount(),
+        ),
         Ok(()) => check.found("a server can have its own"),
         Err(error) => {
-            let setting = userns_setting(|file| fs::read_to_string(format!("/proc/sys/{file}")).ok());
+            let read = |file: &str| fs::read_to_string(format!("/proc/sys/{file}")).ok();
+            // Root needs CAP_SYS_ADMIN, not the namespaces of other users.
+            let setting = userns_setting(read).filter(|_| !rustix::process::geteuid().is_root());
             let (found, remedy) = without_namespaces(&error, setting);
             check.lacks(found, "a server sees all files of this host that its user may read", remedy)
         }

@@ -8,7 +8,8 @@ use std::path::Path;
 use ferry_fuse::Verdict;
 use ferry_image::{Verity, verity_of};
 
-use super::check::{Check, Export};
+use super::check::{Check, Export, device_remedy};
+use super::{can_mount, remedy_to_mount};
 use crate::image::kernel;
 use crate::mount;
 
@@ -22,7 +23,7 @@ pub fn checks() -> Vec<Check> {
 
 /// Returns the default remedy.
 fn for_root_or(otherwise: &'static str) -> &'static str {
-    if rustix::process::geteuid().is_root() { otherwise } else { "# run ferry as root" }
+    if can_mount() { otherwise } else { remedy_to_mount() }
 }
 
 /// The checks of mounts on this host: a mount of `mem` that is made and removed at once, as by `ferry mount --explain`.
@@ -31,14 +32,15 @@ fn fuse() -> Vec<Check> {
     let mount = Check::new("fuse mount", &[Export::Mount], &[Export::Image, Export::Containers]);
     let consequence = "ferry mount, and image mounts that the kernel does not make, fail";
     if let Err(error) = File::options().read(true).write(true).open(FUSE_DEVICE) {
-        let remedy = match error.kind() {
+        let otherwise = match error.kind() {
             ErrorKind::PermissionDenied => "chmod 666 /dev/fuse",
             ErrorKind::NotFound if has_file_system("fuse") => {
                 "mknod -m 666 /dev/fuse c 10 229    # in a container: its option --device /dev/fuse"
             }
             _ => "modprobe fuse",
         };
-        let device = device.lacks(format!("{FUSE_DEVICE}: {error}"), consequence, remedy);
+        let remedy = device_remedy(&error, FUSE_DEVICE).unwrap_or_else(|| otherwise.into());
+        let device = device.lacks(format!("{FUSE_DEVICE}: {error}"), consequence, remedy.as_str());
         let mount = mount.lacks(format!("not tried without {FUSE_DEVICE}"), consequence, remedy);
         return vec![device, mount, ring(&ferry_fuse::uring_verdict())];
     }
@@ -55,7 +57,7 @@ fn fuse() -> Vec<Check> {
         }
         Err(error) => {
             let remedy = match rustix::process::geteuid().is_root() {
-                true => "# run ferry outside of the container, or with CAP_SYS_ADMIN",
+                true => remedy_to_mount(),
                 false => "apt-get install fuse3    # or the package of this distribution that has fusermount3",
             };
             let mount = mount.lacks(format!("{error:#}"), consequence, remedy);
@@ -134,14 +136,14 @@ fn overlayfs() -> Check {
     let check = Check::new("overlayfs", &[Export::Containers], &[Export::Image]);
     match kernel::has("overlay") {
         Ok(()) => check.found("the kernel has it"),
-        // Only root can check it.
-        Err(error) if !rustix::process::geteuid().is_root() => {
-            check.has_less(format!("{error:#}"), "no --upper, and no snapshots of containers", for_root_or(""))
+        // The check needs the right to mount.
+        Err(error) if !can_mount() => {
+            check.has_less(format!("{error:#}"), "no --upper, and no snapshots of containers", remedy_to_mount())
         }
         Err(error) => check.lacks(
             format!("{error:#}"),
             "no --upper, no snapshots of containers, and composefs images are mounted by Ferry's own mount",
-            for_root_or("modprobe overlay"),
+            "modprobe overlay",
         ),
     }
 }
@@ -150,13 +152,18 @@ fn verity() -> Check {
     /// The file systems that show whether the kernel has fs-verity.
     const FEATURES: [&str; 2] = ["/sys/fs/ext4/features/verity", "/sys/fs/f2fs/features/verity"];
     let check = Check::new("fs-verity", &[], &[Export::Image]);
-    let own = File::open("/proc/self/exe").map(|file| verity_of(&file));
+    let consequence = "a kernel mount of an image reads files without checking them; --verity require is refused";
+    let is_here = File::open("/proc/self/exe").is_ok_and(|file| verity_of(&file) != Verity::Unavailable);
     match FEATURES.iter().find(|file| Path::new(file).exists()) {
-        Some(file) => check.found(*file),
-        None if own.is_ok_and(|verity| verity != Verity::Unavailable) => check.found("on the file system of ferry"),
+        _ if is_here => check.found("on the file system of ferry"),
+        Some(file) => check.has_less(
+            format!("in this kernel ({file}), and not on the file system of ferry"),
+            consequence,
+            "# tune2fs -O verity DEVICE of the store",
+        ),
         None => check.lacks(
             "none seen in this kernel",
-            "a kernel mount of an image reads files without checking them; --verity require is refused",
+            consequence,
             "# boot a kernel with CONFIG_FS_VERITY=y, or use ferry mount image:PATH, which checks each byte",
         ),
     }

@@ -6,6 +6,7 @@ use rustix::process::{Resource, getrlimit};
 use rustix::thread::CapabilitySet;
 
 use super::check::{Check, Export};
+use super::{can_mount, remedy_to_mount};
 use crate::sandbox::may_lock_memory;
 
 /// Descriptors that a server of directories has use for: a guest that builds software holds tens of thousands of inodes.
@@ -57,6 +58,11 @@ fn huge_pages() -> Check {
     let check = Check::new("huge pages", &[], &[Export::Virtiofs, Export::Mount]);
     let words = fs::read_to_string(SHMEM_HUGE).unwrap_or_default();
     match chosen(&words) {
+        Some(_) if !can_mount() => check.lacks(
+            "only in a private tmpfs, which this user may not mount",
+            "mem --huge is refused",
+            remedy_to_mount(),
+        ),
         Some("deny") => check.lacks(
             "forbidden for files in memory (deny)",
             "mem --huge has small pages",

@@ -2,8 +2,8 @@
 
 use super::check::{Check, Export};
 
-/// The oldest kernel that Ferry is tried on, that of Debian 12.
-const KERNEL_TRIED: Version = Version(6, 1);
+/// The oldest kernel that Ferry is tested on, that of Debian 12.
+const OLDEST_TESTED_KERNEL: Version = Version(6, 1);
 
 /// A version, as far as it decides anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -23,12 +23,12 @@ pub fn first_version(text: &str) -> Option<Version> {
         let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
         let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
         let minor = &rest[..end];
-        // No sign, which the parser of numbers would take.
+        // `parse` would accept a sign.
         (is_number(major) && is_number(minor)).then(|| Some(Version(major.parse().ok()?, minor.parse().ok()?)))?
     })
 }
 
-/// What layers of containers need: EROFS shows the times of files since the first, and layers are idmapped since the second.
+/// Kernels for layers of containers: 6.15 (EROFS keeps file times), 5.19 (idmapped layers).
 const LAYER_KERNELS: [(&str, Version, &str); 2] = [
     (
         "layers as images",
@@ -56,11 +56,11 @@ pub fn kernel() -> Check {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let found = format!("Linux {}", release.trim());
     match first_version(&release) {
-        Some(version) if version >= KERNEL_TRIED => check.found(found),
+        Some(version) if version >= OLDEST_TESTED_KERNEL => check.found(found),
         Some(_) => check.has_less(
             found,
-            format!("Ferry is not tried on kernels before Linux {KERNEL_TRIED}"),
-            format!("# boot Linux {KERNEL_TRIED} or later"),
+            format!("Ferry is not tested on kernels before Linux {OLDEST_TESTED_KERNEL}"),
+            format!("# boot Linux {OLDEST_TESTED_KERNEL} or later"),
         ),
         None => check.has_less(found, "the version of this kernel is not known", "uname -r"),
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::check::{Check, Export};
+use super::check::{Check, Export, device_remedy};
 use super::version::{Version, first_version};
 
 /// Directories besides PATH in which distributions have such programs.
@@ -31,6 +31,8 @@ struct Vmm {
     version: &'static [&'static str],
     /// What versions before these lack.
     steps: &'static [Step],
+    /// The first version that does not work with Ferry, and what is wrong with it.
+    broken_from: Option<(Version, &'static str)>,
 }
 
 /// What came with a version.
@@ -48,6 +50,8 @@ const FIRST: Version = Version(0, 0);
 const QEMU: [&str; 2] = ["qemu-system-aarch64", "qemu-kvm"];
 #[cfg(not(target_arch = "aarch64"))]
 const QEMU: [&str; 2] = ["qemu-system-x86_64", "qemu-kvm"];
+/// Debian's package of it.
+const QEMU_PACKAGE: &str = if cfg!(target_arch = "aarch64") { "qemu-system-arm" } else { "qemu-system-x86" };
 
 const VMMS: [Vmm; 4] = [
     Vmm {
@@ -60,6 +64,7 @@ const VMMS: [Vmm; 4] = [
             Step { from: Version(9, 2), lacks: "reconnect-ms (write reconnect=1)", since: FIRST },
             Step { from: Version(11, 1), lacks: "a DAX window and 9P over vhost-user", since: FIRST },
         ],
+        broken_from: None,
     },
     Vmm {
         name: "libvirt",
@@ -69,23 +74,35 @@ const VMMS: [Vmm; 4] = [
             Step { from: Version(6, 9), lacks: "<source socket=...> of file systems", since: FIRST },
             Step { from: Version(7, 1), lacks: "disks of type vhostuser", since: FIRST },
         ],
+        broken_from: None,
     },
     Vmm {
         name: "cloud-hypervisor",
         programs: &["cloud-hypervisor"],
         version: &["--version"],
         steps: &[Step { from: Version(52, 0), lacks: "migration of a guest with a share", since: FIRST }],
+        broken_from: None,
     },
-    Vmm { name: "crosvm", programs: &["crosvm"], version: &["version"], steps: &[] },
+    Vmm { name: "crosvm", programs: &["crosvm"], version: &["version"], steps: &[], broken_from: None },
 ];
 
 const ENGINES: [Vmm; 2] = [
-    Vmm { name: "containerd", programs: &["containerd"], version: &["--version"], steps: &[] },
+    Vmm {
+        name: "containerd",
+        programs: &["containerd"],
+        version: &["--version"],
+        steps: &[Step { from: Version(2, 0), lacks: "plugins that docs/guide/containers.md configures", since: FIRST }],
+        broken_from: None,
+    },
     Vmm {
         name: "podman",
         programs: &["podman"],
         version: &["--version"],
         steps: &[Step { from: Version(3, 2), lacks: "additional layer stores", since: FIRST }],
+        broken_from: Some((
+            Version(5, 5),
+            "it loses images that it pulls with ferry mount layers:, and not complete images (docs/guide/podman.md)",
+        )),
     },
 ];
 
@@ -102,7 +119,7 @@ pub fn checks() -> Vec<Check> {
         [] => any.lacks(
             "none in PATH",
             "no virtual machine can be started from here; ferry try brings a guest of its own",
-            "apt-get install qemu-system-x86    # or another one of QEMU, cloud-hypervisor, crosvm",
+            format!("apt-get install {QEMU_PACKAGE}    # or another one of QEMU, cloud-hypervisor, crosvm"),
         ),
         found => any.found(found.iter().map(|(vmm, _)| vmm.name).collect::<Vec<_>>().join(", ")),
     });
@@ -128,10 +145,11 @@ fn kvm() -> Check {
         ),
         Ok(_) => check.found("/dev/kvm"),
         Err(error) => {
-            let remedy = match error.kind() {
+            let otherwise = match error.kind() {
                 ErrorKind::PermissionDenied => "usermod -aG kvm $USER    # and log in again",
                 _ => "modprobe -a kvm_intel kvm_amd    # on x86-64, with virtualization enabled in the firmware",
             };
+            let remedy = device_remedy(&error, "/dev/kvm").unwrap_or_else(|| otherwise.into());
             check.lacks(format!("/dev/kvm: {error}"), slow, remedy)
         }
     }
@@ -149,13 +167,17 @@ fn judge(vmm: &Vmm, program: &Path, output: Option<&str>, helps: &'static [Expor
         );
     };
     let line: String = output.lines().next().unwrap_or_default().chars().take(SHOWN_CHARS_MAX).collect();
+    let found = format!("{line} ({program})");
+    if let Some((from, consequence)) = vmm.broken_from.filter(|(from, _)| version >= *from) {
+        return check.has_less(found, consequence, format!("# install {} before {from}", vmm.name));
+    }
     let lacks: Vec<_> = vmm.steps.iter().filter(|step| version < step.from && version >= step.since).collect();
     match lacks.last() {
-        None => check.found(format!("{line} ({program})")),
+        None => check.found(found),
         Some(newest) => {
             let words: Vec<_> = lacks.iter().map(|step| step.lacks).collect();
             check.has_less(
-                format!("{line} ({program})"),
+                found,
                 format!("it lacks {}", words.join(", ")),
                 format!("# install {} {} or later", vmm.name, newest.from),
             )
@@ -231,6 +253,7 @@ mod tests {
     #[test]
     fn old_versions_report_missing_features() {
         let [qemu, libvirt, hypervisor, crosvm] = &VMMS;
+        let [containerd, podman] = &ENGINES;
         for (vmm, output, lacks) in [
             (qemu, "QEMU emulator version 11.1.3", &[][..]),
             (qemu, "QEMU emulator version 10.0.2", &["DAX"]),
@@ -242,6 +265,12 @@ mod tests {
             (hypervisor, "cloud-hypervisor v51.1", &["migration"]),
             (hypervisor, "cloud-hypervisor v52.0", &[]),
             (crosvm, "crosvm 0.1.0-0123abc", &[]),
+            (containerd, "containerd github.com/containerd/containerd 1.6.20~ds1 1.6.20~ds1-1+b1", &["plugins"]),
+            (containerd, "containerd github.com/containerd/containerd/v2 v2.1.4 75cb2b71", &[]),
+            (podman, "podman version 3.1.0", &["additional layer stores"]),
+            (podman, "podman version 5.4.2", &[]),
+            (podman, "podman version 5.5.0", &["loses images"]),
+            (podman, "podman version 6.0.0-dev", &["loses images"]),
         ] {
             let check = judge(vmm, Path::new("/bin/it"), Some(output), &[]);
             let said = check.lack.as_ref().map(|lack| lack.consequence.clone()).unwrap_or_default();

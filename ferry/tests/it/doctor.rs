@@ -151,7 +151,9 @@ fn features_for_root_only_are_reported() {
     let user = [format!("--reuid={STRANGER}"), format!("--regid={STRANGER}")];
     let before = [user[0].as_str(), &user[1], "--clear-groups"];
     let (report, _) = report(&mut by("setpriv", &before, &[]));
-    for (name, word) in [("erofs", "root"), ("fanotify", "root"), ("fanotify for images", "root")] {
+    for (name, word) in
+        [("erofs", "root"), ("fanotify", "root"), ("fanotify for images", "root"), ("huge pages", "this user")]
+    {
         let check = check(&report, name);
         assert_eq!(check["state"], "degraded", "{check}");
         assert!(check["found"].as_str().unwrap().contains(word), "{check}");
@@ -162,6 +164,39 @@ fn features_for_root_only_are_reported() {
         let device = check(&report, "fuse device");
         assert!(device["state"] == "missing" && device["remedy"] == "chmod 666 /dev/fuse", "{device}");
     }
+}
+
+/// Forbids user namespaces, as the one of a container may.
+const FORBID_USERNS: &str = "echo 0 >/proc/sys/user/max_user_namespaces; exec \"$@\"";
+
+#[test]
+fn root_without_cap_sys_admin_is_told_to_get_it() {
+    if !rustix::process::geteuid().is_root() {
+        return ferry_skip::skip!("needs root, to drop a capability");
+    }
+    let drop = ["setpriv", "--bounding-set", "-sys_admin"];
+    let forbid = ["unshare", "--user", "--map-root-user", "sh", "-c", FORBID_USERNS, "sh"];
+    for before in [drop.to_vec(), [forbid.as_slice(), &drop].concat()] {
+        let (report, _) = report(&mut by(before[0], &before[1..], &[]));
+        for name in ["namespaces", "huge pages", "fuse mount", "fanotify", "erofs", "overlayfs", "fanotify for images"]
+        {
+            let check = check(&report, name);
+            assert!(check["remedy"].as_str().is_some_and(|remedy| remedy.contains("CAP_SYS_ADMIN")), "{check}");
+        }
+        assert_eq!(check(&report, "overlayfs")["state"], "degraded");
+    }
+}
+
+#[test]
+fn a_file_system_without_fs_verity_is_not_one_that_has_it() {
+    needs_fuse!();
+    if check(&report(&mut doctor(&["--for", "image"])).0, "fs-verity")["state"] == "ok" {
+        return ferry_skip::skip!("the file system of ferry has fs-verity");
+    }
+    let script = "mount -t tmpfs none /sys; mkdir -p /sys/fs/ext4/features; touch /sys/fs/ext4/features/verity";
+    let (report, _) = report(&mut after(script, &["--for", "image"]));
+    let verity = check(&report, "fs-verity");
+    assert!(verity["state"] == "degraded" && verity["remedy"].as_str().unwrap().contains("tune2fs"), "{verity}");
 }
 
 #[test]

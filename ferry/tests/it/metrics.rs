@@ -9,8 +9,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::mount::{MountFlags, mount_remount};
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
@@ -88,9 +90,17 @@ fn fetched(mut stream: impl Read + Write, request: &str) -> String {
 
 const GET: &str = "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n";
 
-/// A port that is free, or was a moment ago.
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+/// Returns a port that no process uses, and that the kernel assigns to none.
+pub(crate) fn free_port() -> u16 {
+    static TRIED: AtomicU32 = AtomicU32::new(0);
+    loop {
+        // Below the ports that the kernel assigns (net.ipv4.ip_local_port_range).
+        let number = 10_000 + (std::process::id() + TRIED.fetch_add(1, Ordering::Relaxed)) % 20_000;
+        let number = u16::try_from(number).unwrap();
+        if TcpListener::bind(("127.0.0.1", number)).is_ok() {
+            return number;
+        }
+    }
 }
 
 #[test]
@@ -451,7 +461,8 @@ fn inodes_that_are_forgotten_while_a_server_is_busy_are_released() {
     }
     assert!(inodes() > 6000.0);
     kill_process(pid, Signal::STOP).unwrap();
-    fs::write("/proc/sys/vm/drop_caches", "2").unwrap();
+    // A remount drops all names, and FUSE keeps no inode without one.
+    mount_remount(&place.mnt, MountFlags::empty(), "").unwrap();
     kill_process(pid, Signal::CONT).unwrap();
     until("their release", || inodes() < 1000.0);
     place.unmount(pid);
@@ -547,4 +558,17 @@ fn a_second_top_sees_the_same() {
     drop(stop);
     load.join().unwrap();
     place.unmount(pid);
+}
+
+#[test]
+fn the_version_is_that_of_each_server() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    fs::write(at("disk"), [0; 8192]).unwrap();
+    let mut disk = ferry();
+    let disk = Server::start(disk.arg("disk").arg(at("disk")).arg("--vhost-user").arg(at("s")));
+    let pid = disk.pid().as_raw_nonzero();
+    let line = format!("ferry_build_info{{pid=\"{pid}\",version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
+    let text = printed(&["metrics"]);
+    assert!(text.lines().any(|found| found == line), "{line}: {text}");
 }

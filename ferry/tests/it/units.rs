@@ -110,6 +110,91 @@ fn servers_of_guests_dump_no_core() {
     }
 }
 
+/// A server waits for what it shares, and systemd, which allows five starts in ten seconds (systemd-system.conf(5)), does
+/// not give it up.
+#[test]
+fn servers_wait_for_all_mounts_and_are_started_again_without_limit() {
+    let snapshotter = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/systemd/ferry-snapshotter.service");
+    // Credentials of registries are there.
+    assert_eq!(values(&snapshotter, "Environment"), ["HOME=/root"]);
+    let services = units().into_iter().filter(|unit| unit.extension().unwrap() == "service");
+    for unit in services.chain([snapshotter]) {
+        let is_server = !unit.ends_with("ferry-agent@.service") && !unit.ends_with("ferry-snapshotter.service");
+        assert_eq!(values(&unit, "After")[0].contains("remote-fs.target"), is_server, "{}", unit.display());
+        assert_eq!(values(&unit, "StartLimitIntervalSec"), ["0"], "{}", unit.display());
+    }
+}
+
+/// What Debian's `remove`, and RPM's, begins with. `$1`: a root with the units, `$2`: the script.
+const REMOVE: &str = r#"
+mount -t tmpfs none /run
+mkdir -p /run/systemd/system "$1/bin"
+printf '#!/bin/sh\nexec %s --root="%s" "$@"\n' "$(command -v systemctl)" "$1" >"$1/bin/systemctl"
+chmod +x "$1/bin/systemctl"
+PATH=$1/bin:$PATH
+for unit in share@a.service share@a.socket disk@a.service disk@a.socket mount@a.service agent@mnt-a.service snapshotter.service; do
+    systemctl --quiet enable ferry-$unit
+done
+links() { find "$1/etc/systemd" -type l | wc -l; }
+links "$1"
+sh "$2" upgrade 1.0
+links "$1"
+sh "$2" remove
+links "$1"
+"#;
+
+#[test]
+fn a_package_that_is_removed_disables_its_units() {
+    let has_systemctl = Command::new("systemctl").arg("--version").stdout(Stdio::null()).status().is_ok();
+    if !rustix::process::geteuid().is_root() || !has_systemctl {
+        return ferry_skip::skip!("needs root and systemctl");
+    }
+    let dist = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist");
+    let root = tempfile::tempdir().unwrap();
+    let units = root.path().join("usr/lib/systemd");
+    fs::create_dir_all(&units).unwrap();
+    assert!(run(Command::new("cp").arg("-r").arg(dist.join("systemd")).arg(units.join("system"))).status.success());
+    let mut remove = Command::new("unshare");
+    remove.args(["--mount", "sh", "-euc", REMOVE, "sh"]).arg(root.path()).arg(dist.join("debian/prerm"));
+    let output = run(&mut remove);
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "7\n7\n0\n", "{told}");
+}
+
+/// Follows the advice of `scripts/install`, which is `$1`, and of its `--remove`. `$2`: the prefix of another user.
+const ADVICE: &str = r#"
+cd "$PREFIX"
+links=$(readlink -f /sbin)
+mount -t tmpfs none /etc
+mount -t tmpfs none "$links"
+"$1" 2>advice
+sed 1d advice | sh -eu
+find "$links" /etc/qemu -type l | wc -l
+"$1" --remove 2>advice
+sed 's/^install: as root: //' advice | sh -eu
+find "$links" /etc/qemu -type l | wc -l
+export PREFIX="$2"
+setpriv --reuid=64321 --regid=64321 --clear-groups "$1" 2>&1
+"#;
+
+/// libvirt starts no guest while a descriptor is a link that leads nowhere.
+#[test]
+fn links_that_installing_advised_are_named_when_they_lead_nowhere() {
+    if !rustix::process::geteuid().is_root() {
+        return ferry_skip::skip!("needs root, for a /etc of its own");
+    }
+    let [own, other] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    std::os::unix::fs::chown(other.path(), Some(64_321), None).unwrap();
+    let mut advice = Command::new("unshare");
+    advice.args(["--mount", "sh", "-euc", ADVICE, "sh", concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install")]);
+    advice.arg(other.path()).env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("FERRY_AGENT", env!("CARGO_BIN_EXE_ferry"));
+    let output = run(advice.env("DESTDIR", "").env("PREFIX", own.path()));
+    let told = String::from_utf8_lossy(&output.stderr);
+    // Root is not advised to link to the programs of another user.
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "4\n0\n", "{told}");
+    assert!(output.status.success() && other.path().join("bin/ferry").exists(), "{told}");
+}
+
 /// What a server has of capabilities and system calls, as /proc shows it.
 fn confinement(pid: u32) -> Vec<String> {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
@@ -172,7 +257,8 @@ fn the_script_for_openrc_names_the_mounts() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/openrc/ferry-agent");
     let read = |mounts: &str| {
         let text = ". \"$1\"; eerror() { echo \"error: $*\"; }; need() { :; }; after() { :; }
-            depend; start_pre || exit 1; echo $supervisor $command $command_args";
+            depend; start_pre || exit 1; echo $supervisor $command $command_args
+            [ $respawn_period -gt $((respawn_max * respawn_delay)) ]";
         let output = run(Command::new("sh").args(["-euc", text, "sh"]).arg(&script).env("mounts", mounts));
         (output.status.success(), String::from_utf8(output.stdout).unwrap())
     };
