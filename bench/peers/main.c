@@ -1,7 +1,7 @@
 /*
  * A libfuse server to compare Ferry with.
  *
- *   fuse-peer null|memory MOUNTPOINT [splice] [uring] [threads=N]
+ *   fuse-peer null|memory MOUNTPOINT [splice] [uring] [passthrough] [threads=N]
  *   fuse-peer version
  *
  * It stays in the foreground and unmounts at SIGTERM or SIGINT. README.md says why it is set up as it is.
@@ -19,7 +19,7 @@
  */
 #define THREADS 10
 
-static bool splice;
+static bool splice, passthrough;
 
 /* Sets what makes libfuse fast, and takes back what it sets by itself and costs time here. */
 static void peer_init(void *data, struct fuse_conn_info *conn)
@@ -38,13 +38,16 @@ static void peer_init(void *data, struct fuse_conn_info *conn)
 	fuse_set_feature_flag(conn, FUSE_CAP_HANDLE_KILLPRIV_V2);
 	fuse_set_feature_flag(conn, FUSE_CAP_PARALLEL_DIROPS);
 	fuse_set_feature_flag(conn, FUSE_CAP_ASYNC_DIO);
+	/* The backing files are memfds, which are stacked on nothing: the depth stays 0. */
+	if (passthrough && !fuse_set_feature_flag(conn, FUSE_CAP_PASSTHROUGH))
+		fputs("fuse-peer: the kernel has no passthrough\n", stderr);
 	/* No handler waits, so none need be interruptible: this spares a lock and a list for each request. */
 	conn->no_interrupt = 1;
 }
 
 static int usage(void)
 {
-	fputs("usage: fuse-peer null|memory MOUNTPOINT [splice] [uring] [threads=N]\n", stderr);
+	fputs("usage: fuse-peer null|memory MOUNTPOINT [splice] [uring] [passthrough] [threads=N]\n", stderr);
 	return 2;
 }
 
@@ -85,13 +88,16 @@ int main(int argc, char **argv)
 			splice = true;
 		else if (!strcmp(argv[i], "uring"))
 			uring = true;
+		else if (!strcmp(argv[i], "passthrough"))
+			passthrough = true;
 		else if (sscanf(argv[i], "threads=%u", &threads) != 1 || threads == 0)
 			return usage();
 	}
-	if (!strcmp(argv[1], "null"))
+	/* The null file system has no files to pass through to. */
+	if (!strcmp(argv[1], "null") && !passthrough)
 		null_operations(&ops, splice);
 	else if (!strcmp(argv[1], "memory"))
-		memory_operations(&ops, splice);
+		memory_operations(&ops, splice, passthrough);
 	else
 		return usage();
 

@@ -1,9 +1,11 @@
 /*
  * The memory file system: one buffer for each file, names in one hash table whose chains have locks of their own.
  *
- * A node lives as long as anything refers to it: the kernel's lookups and its name each count once.
+ * A node lives as long as anything refers to it: the kernel's lookups and its name each count once. With passthrough each
+ * file is a memfd instead of a buffer, which the kernel reads and writes itself.
  */
 
+#define _GNU_SOURCE /* memfd_create */
 #include "peer.h"
 
 #include <errno.h>
@@ -11,8 +13,10 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 struct node {
 	atomic_uint_fast64_t references;
@@ -27,6 +31,8 @@ struct node {
 	char *bytes;
 	size_t capacity;
 	atomic_size_t size;
+	/* With passthrough: the data, and the kernel's number of it once the file was opened. Else -1 and 0. */
+	int fd, backing_id;
 };
 
 struct name {
@@ -43,17 +49,25 @@ struct name {
 
 static struct name *chains[CHAINS];
 static pthread_mutex_t locks[LOCKS];
-static struct node root = { .references = 1, .mode = S_IFDIR | 0755, .links = 2, .lock = PTHREAD_RWLOCK_INITIALIZER };
+static bool passthrough;
+static struct node root = {
+	.references = 1, .mode = S_IFDIR | 0755, .links = 2, .lock = PTHREAD_RWLOCK_INITIALIZER, .fd = -1
+};
 
 static struct node *node_of(fuse_ino_t ino)
 {
 	return ino == FUSE_ROOT_ID ? &root : (struct node *)(uintptr_t)ino;
 }
 
-static void drop(struct node *node, uint64_t count)
+/* Without a request the kernel keeps the number of a backing file until it unmounts. */
+static void drop(fuse_req_t req, struct node *node, uint64_t count)
 {
 	if (atomic_fetch_sub(&node->references, count) != count || node == &root)
 		return;
+	if (req && node->backing_id)
+		fuse_passthrough_close(req, node->backing_id);
+	if (node->fd >= 0)
+		close(node->fd);
 	pthread_rwlock_destroy(&node->lock);
 	free(node->bytes);
 	free(node);
@@ -80,6 +94,8 @@ static struct name **find(size_t chain, const struct node *dir, const char *text
 
 static void attributes(struct node *node, struct stat *stat)
 {
+	struct stat data;
+
 	memset(stat, 0, sizeof(*stat));
 	stat->st_ino = node == &root ? FUSE_ROOT_ID : (uintptr_t)node;
 	pthread_rwlock_rdlock(&node->lock);
@@ -94,6 +110,10 @@ static void attributes(struct node *node, struct stat *stat)
 	pthread_rwlock_unlock(&node->lock);
 	stat->st_size = (off_t)atomic_load(&node->size);
 	stat->st_blksize = 4096;
+	if (node->fd >= 0 && !fstat(node->fd, &data)) {
+		stat->st_size = data.st_size;
+		stat->st_blocks = data.st_blocks;
+	}
 }
 
 static void entry(struct node *node, struct fuse_entry_param *param)
@@ -123,13 +143,13 @@ static void memory_lookup(fuse_req_t req, fuse_ino_t parent, const char *text)
 	if (node)
 		entry(node, &param);
 	if (fuse_reply_entry(req, &param) == -ENOENT && node)
-		drop(node, 1);
+		drop(NULL, node, 1);
 }
 
 static void memory_forget(fuse_req_t req, fuse_ino_t ino, uint64_t count)
 {
 	if (ino != FUSE_ROOT_ID)
-		drop(node_of(ino), count);
+		drop(req, node_of(ino), count);
 	fuse_reply_none(req);
 }
 
@@ -137,7 +157,7 @@ static void memory_forget_multi(fuse_req_t req, size_t count, struct fuse_forget
 {
 	for (size_t i = 0; i < count; i++) {
 		if (forgets[i].ino != FUSE_ROOT_ID)
-			drop(node_of(forgets[i].ino), forgets[i].nlookup);
+			drop(req, node_of(forgets[i].ino), forgets[i].nlookup);
 	}
 	fuse_reply_none(req);
 }
@@ -157,6 +177,9 @@ static int make(fuse_req_t req, fuse_ino_t parent, const char *text, mode_t mode
 	}
 	pthread_rwlock_init(&node->lock, NULL);
 	node->references = 2;
+	node->fd = passthrough && S_ISREG(mode) ? memfd_create("file", MFD_CLOEXEC) : -1;
+	if (passthrough && S_ISREG(mode) && node->fd < 0)
+		error = errno;
 	node->mode = mode;
 	node->uid = fuse_req_ctx(req)->uid;
 	node->gid = fuse_req_ctx(req)->gid;
@@ -170,19 +193,34 @@ static int make(fuse_req_t req, fuse_ino_t parent, const char *text, mode_t mode
 
 	pthread_mutex_lock(&locks[chain % LOCKS]);
 	at = find(chain, dir, text);
-	if (*at)
+	if (!error && *at)
 		error = EEXIST;
-	else
+	else if (!error)
 		*at = name;
 	pthread_mutex_unlock(&locks[chain % LOCKS]);
 	if (error) {
 		free(name);
-		drop(node, 2);
+		drop(req, node, 2);
 		return error;
 	}
 	atomic_fetch_add(&dir->children, 1);
 	*made = node;
 	return 0;
+}
+
+/* Opens a file for the kernel: past the page cache, or on its memfd, of which the kernel is told once. */
+static bool open_node(fuse_req_t req, struct node *node, struct fuse_file_info *fi)
+{
+	if (node->fd < 0) {
+		open_direct(fi);
+		return true;
+	}
+	pthread_rwlock_wrlock(&node->lock);
+	if (!node->backing_id)
+		node->backing_id = fuse_passthrough_open(req, node->fd);
+	fi->backing_id = node->backing_id;
+	pthread_rwlock_unlock(&node->lock);
+	return fi->backing_id > 0;
 }
 
 static void memory_create(fuse_req_t req, fuse_ino_t parent, const char *text, mode_t mode, struct fuse_file_info *fi)
@@ -196,9 +234,13 @@ static void memory_create(fuse_req_t req, fuse_ino_t parent, const char *text, m
 		return;
 	}
 	entry(node, &param);
-	open_direct(fi);
+	if (!open_node(req, node, fi)) {
+		drop(req, node, 1);
+		fuse_reply_err(req, EIO);
+		return;
+	}
 	if (fuse_reply_create(req, &param, fi) == -ENOENT)
-		drop(node, 1);
+		drop(NULL, node, 1);
 }
 
 static void memory_mkdir(fuse_req_t req, fuse_ino_t parent, const char *text, mode_t mode)
@@ -213,7 +255,7 @@ static void memory_mkdir(fuse_req_t req, fuse_ino_t parent, const char *text, mo
 	}
 	entry(node, &param);
 	if (fuse_reply_entry(req, &param) == -ENOENT)
-		drop(node, 1);
+		drop(NULL, node, 1);
 }
 
 static void take_away(fuse_req_t req, fuse_ino_t parent, const char *text, bool directory)
@@ -242,7 +284,7 @@ static void take_away(fuse_req_t req, fuse_ino_t parent, const char *text, bool 
 		pthread_rwlock_unlock(&node->lock);
 		atomic_fetch_sub(&dir->children, 1);
 		free(name);
-		drop(node, 1);
+		drop(req, node, 1);
 	}
 	fuse_reply_err(req, error);
 }
@@ -294,7 +336,9 @@ static void memory_setattr(fuse_req_t req, fuse_ino_t ino, struct stat *to, int 
 
 	clock_gettime(CLOCK_REALTIME_COARSE, &now);
 	pthread_rwlock_wrlock(&node->lock);
-	if (mask & FUSE_SET_ATTR_SIZE) {
+	if (mask & FUSE_SET_ATTR_SIZE && node->fd >= 0) {
+		room = !ftruncate(node->fd, to->st_size);
+	} else if (mask & FUSE_SET_ATTR_SIZE) {
 		old = atomic_load(&node->size);
 		room = grow(node, size);
 		if (room && size < old)
@@ -322,9 +366,10 @@ static void memory_setattr(fuse_req_t req, fuse_ino_t ino, struct stat *to, int 
 
 static void memory_open(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi)
 {
-	(void)ino;
-	open_direct(fi);
-	fuse_reply_open(req, fi);
+	if (open_node(req, node_of(ino), fi))
+		fuse_reply_open(req, fi);
+	else
+		fuse_reply_err(req, EIO);
 }
 
 static void memory_read(fuse_req_t req, fuse_ino_t ino, size_t size, off_t offset, struct fuse_file_info *fi)
@@ -414,8 +459,9 @@ static void memory_fsync(fuse_req_t req, fuse_ino_t ino, int datasync, struct fu
 	fuse_reply_err(req, 0);
 }
 
-void memory_operations(struct fuse_lowlevel_ops *ops, bool splice)
+void memory_operations(struct fuse_lowlevel_ops *ops, bool splice, bool passes_through)
 {
+	passthrough = passes_through;
 	for (size_t i = 0; i < LOCKS; i++)
 		pthread_mutex_init(&locks[i], NULL);
 	ops->lookup = memory_lookup;

@@ -17,8 +17,8 @@ static inline void open_direct(struct fuse_file_info *fi)
 	fi->parallel_direct_writes = 1;
 }
 
-/* Fills in the operations. With splice, data of writes comes as a pipe. */
+/* Fills in the operations. With splice, data of writes comes as a pipe; with passthrough, none comes. */
 void null_operations(struct fuse_lowlevel_ops *ops, bool splice);
-void memory_operations(struct fuse_lowlevel_ops *ops, bool splice);
+void memory_operations(struct fuse_lowlevel_ops *ops, bool splice, bool passes_through);
 
 #endif

@@ -1,7 +1,8 @@
 //! Typed requests, one method each, so that tests read like system calls.
 //!
-//! All of them use the selected queue ([`Driver::select`]) and the caller ([`Driver::set_caller`]), and wait for the
-//! reply. Errors are [`Error::Errno`] for an error reply, else as [`Driver::ask`].
+//! All of them use the caller ([`Driver::set_caller`]) and the selected queue ([`Driver::select`]), and wait for the reply.
+//! Exceptions: [`Driver::forget`] and [`Driver::batch_forget`] use queue 0, and [`Driver::send_setlkw`] does not wait.
+//! Errors are [`Error::Errno`] for an error reply, else as [`Driver::ask`].
 
 #![allow(clippy::missing_errors_doc, reason = "the same for all; see the module's page")]
 
@@ -19,7 +20,8 @@ use crate::fuse::{DirEntries, DirEntry};
 use crate::session::parse;
 use crate::{Driver, Error, Result, Ticket};
 
-/// What [`Driver::init`] offers: what Linux 7.2 offers over virtio-fs, less what only its page cache is for.
+/// The flags that [`Driver::init`] offers: a part of those that Linux 7.2 offers over virtio-fs. [`Driver::init_with`] takes
+/// any others.
 pub const INIT_FLAGS: InitFlags = InitFlags::ASYNC_READ
     .union(InitFlags::POSIX_LOCKS)
     .union(InitFlags::ATOMIC_O_TRUNC)

@@ -10,8 +10,9 @@ use crate::{Config, Driver, ROOT, Result};
 
 /// What one READDIRPLUS may bring: what Linux asks for at most for a program's own buffer of 32 KiB.
 const LISTING_BYTES: u32 = 32 << 10;
-/// Inodes of one BATCH_FORGET: as many as Linux puts into a page.
-const FORGET_BATCH: usize = 254;
+/// Inodes of one BATCH_FORGET: as many as fit in a page after its headers of 40 and 8 bytes, 16 bytes each. Linux over
+/// virtio-fs sends a FORGET for each inode instead.
+const FORGET_BATCH: usize = (4096 - 40 - 8) / size_of::<ForgetOne>();
 /// How long a server may take for one answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -49,7 +50,7 @@ impl Walk {
                 if listed.name == b"." || listed.name == b".." {
                     continue;
                 }
-                let node = match listed.entry.filter(|entry| entry.ino.0 != 0) {
+                let node = match listed.entry {
                     Some(entry) => entry.ino.0,
                     // A server may leave some out, to see whether they are wanted.
                     None => self.driver.lookup(directory, &listed.name)?.nodeid,
@@ -63,8 +64,8 @@ impl Walk {
         self.driver.releasedir(directory, open.fh)
     }
 
-    /// How many inodes were met, beside the root.
-    pub fn met(&self) -> usize {
+    /// Returns the number of entries of all directories, without `.` and `..`.
+    pub fn entries(&self) -> usize {
         self.nodes.len()
     }
 

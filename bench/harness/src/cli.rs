@@ -32,14 +32,14 @@ pub struct Cli {
     /// The jobs of fio in a QEMU guest, with QEMU's 9pfs, and with a DAX window (virtiofs)
     #[arg(long)]
     pub dax: bool,
-    /// Where the report goes [default: bench/results; of a part or a quick run, nowhere]
+    /// Where the report goes [default: bench/results; of a part, a quick run or one with --peers, nowhere]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
     /// Keep what the report has of other rows, so that a run in parts ends in one report (v9fs, images, containers, metadata, coherence, virtiofs --dax)
     #[arg(long)]
     pub add: bool,
-    /// Measure nothing, and write the report again from its lines, with the notes and targets of now (virtiofs, zufs, v9fs, vhost-blk, images, containers, metadata, costs)
-    #[arg(long, conflicts_with_all = ["quick", "peers", "rows", "dax", "add", "list"])]
+    /// Measure nothing, and write the report again from its lines, with the notes and targets of now
+    #[arg(long, conflicts_with_all = ["quick", "peers", "rows", "add", "list"])]
     pub report: bool,
     /// Only print the names of the rows
     #[arg(long)]
@@ -97,9 +97,10 @@ impl Cli {
         (peers, skipped)
     }
 
-    /// The directory that gets the report.
+    /// The directory that gets the report. Without `--out`, neither quick figures nor a run without some peers replace those of
+    /// a full run.
     pub fn results(&self) -> Option<PathBuf> {
-        let full = !self.quick && self.rows.is_none() || self.add;
+        let full = !self.quick && self.peers.is_empty() && (self.rows.is_none() || self.add);
         self.out.clone().or_else(|| full.then(|| RESULTS.into()))
     }
 }
@@ -142,6 +143,9 @@ mod tests {
         assert_eq!(cli(&["--quick"]).results(), None);
         assert_eq!(cli(&["--rows", "^stat"]).results(), None);
         assert_eq!(cli(&["--rows", "^stat", "--add"]).results(), Some(RESULTS.into()));
+        assert_eq!(cli(&["--quick", "--add"]).results(), None);
+        assert_eq!(cli(&["--peers", "virtiofsd"]).results(), None);
+        assert_eq!(cli(&["--peers", "virtiofsd", "--rows", "^stat", "--add"]).results(), None);
         assert_eq!(cli(&["--quick", "--out", "/o"]).results(), Some("/o".into()));
         assert_eq!(shell_word(Path::new("/a'b")), r"'/a'\''b'");
     }

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::fs;
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
@@ -103,7 +104,7 @@ impl Row {
 
     /// One measurement, in milliseconds.
     fn measure(self, bench: &Bench, guest: &mut Guest, number: usize) -> Result<f64> {
-        if let Some((line, _)) = self.warm(bench.size) {
+        if let Some((line, _)) = self.warm(bench.effort.size) {
             guest.run(line)?;
             // By now cache time limits of one second have expired.
             std::thread::sleep(AGAIN_AFTER);
@@ -139,12 +140,29 @@ impl Row {
 /// The guests of all systems, or why there is none.
 type Guests = Vec<(System, Result<Guest>)>;
 
+/// How much is measured.
+#[derive(Debug, Clone, Copy)]
+struct Effort {
+    size: Size,
+    /// Measurements of how late a change is seen.
+    change_runs: usize,
+    /// Measurements of each command where nothing changes.
+    command_runs: usize,
+}
+
+impl Effort {
+    const FULL: Self = Self { size: Size::FULL, change_runs: 50, command_runs: 5 };
+    const QUICK: Self = Self { size: Size::QUICK, change_runs: 15, command_runs: 3 };
+
+    fn runs_of(self, row: Row) -> usize {
+        if row == Row::Unpack || row.warm(self.size).is_some() { self.command_runs } else { self.change_runs }
+    }
+}
+
 /// What all rows need.
 struct Bench {
     place: Place,
-    size: Size,
-    /// Measurements of how late a change is seen, and of each command where nothing changes.
-    runs: (usize, usize),
+    effort: Effort,
 }
 
 /// Returns a percentile of the samples.
@@ -169,11 +187,11 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     fs::create_dir_all(&share)?;
     let mkfs = cache.disk().map(|set| set.join("bin/mkfs.ext4")).map_err(|error| error.to_string());
     let place = Place { ferry: crate::cli::program("ferry")?, virtiofsd, mkfs, share, directory };
-    let (size, runs) = if cli.quick { (Size::QUICK, (15, 3)) } else { (Size::FULL, (50, 5)) };
-    let bench = Bench { place, size, runs };
+    let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
+    let bench = Bench { place, effort };
     let progress = Progress::new(rows.len());
     progress.show("making the trees");
-    trees::make(&bench.place.share, size)?;
+    trees::make(&bench.place.share, effort.size)?;
     fs::write(bench.place.share.join(FILE), "")?;
     let mut guests: Option<Guests> = None;
     let mut lines = progress.measure(
@@ -201,10 +219,19 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
             lines = parts::join(&earlier::read(&directory, TABLE, known)?, &lines, order);
         }
         let machine = Machine { command: crate::cli::command(), ..machine };
-        let text = markdown(&lines, &machine, &bench);
-        parts::save(&directory, TABLE, &lines, &text, &crate::chart::svg(&lines, System::Virtiofsd.name()))?;
+        write(&directory, &lines, &machine, effort)?;
     }
     Ok(crate::cli::verdict(&lines))
+}
+
+/// Writes the report of a full run into a directory.
+pub fn write_full(directory: &Path, lines: &[Line], machine: &Machine) -> Result<()> {
+    write(directory, lines, machine, Effort::FULL)
+}
+
+fn write(directory: &Path, lines: &[Line], machine: &Machine, effort: Effort) -> Result<()> {
+    let svg = crate::chart::svg(lines, System::Virtiofsd.name());
+    parts::save(directory, TABLE, lines, &markdown(lines, machine, effort), &svg)
 }
 
 /// Measures the unpacking with one server and guest at a time, because all that watch would get events.
@@ -233,7 +260,7 @@ fn unpack(cache: &Cache, bench: &Bench) -> Line {
         line.fail(&format!("{error:#}"));
         return line;
     }
-    for _ in 0..bench.runs.1 {
+    for _ in 0..bench.effort.runs_of(Row::Unpack) {
         for system in Row::Unpack.systems() {
             match measure(system) {
                 Ok(measured) => samples.entry(system.name().into()).or_default().push(measured),
@@ -249,11 +276,11 @@ fn unpack(cache: &Cache, bench: &Bench) -> Line {
 fn line(row: Row, bench: &Bench, guests: &mut Guests) -> Line {
     let mut line = Line::new(TABLE, row.name().into(), CONFIG, UNIT, Better::Lower);
     let mut samples = BTreeMap::<String, Vec<f64>>::new();
-    let warm = row.warm(bench.size);
+    let warm = row.warm(bench.effort.size);
     let systems: Vec<System> = row.systems().collect();
     let mut failed = Vec::new();
     // One guest at a time: others would compete for its CPU.
-    for number in 0..if warm.is_some() { bench.runs.1 } else { bench.runs.0 } {
+    for number in 0..bench.effort.runs_of(row) {
         for (system, guest) in guests.iter_mut().filter(|(system, _)| systems.contains(system)) {
             if failed.contains(system) {
                 continue;
@@ -288,21 +315,19 @@ fn line(row: Row, bench: &Bench, guests: &mut Guests) -> Line {
     line
 }
 
-fn markdown(lines: &[Line], machine: &Machine, bench: &Bench) -> String {
+fn markdown(lines: &[Line], machine: &Machine, effort: Effort) -> String {
     let Machine { cpu, cpus, kernel, ferry, virtiofsd, command, date, .. } = machine;
-    let (Bench { size, runs, .. }, files) = (bench, Size::FILES);
+    let (Effort { size, change_runs, command_runs }, files) = (effort, Size::FILES);
     let mut out = String::from("# How late a guest sees what the host changes, and what looking costs\n\n");
     let _ = writeln!(
         out,
-        "`{command}`, begun {date} UTC, on {cpu}, {cpus} CPUs, Linux {kernel}; Ferry {ferry}; virtiofsd {virtiofsd}. {} \
-         measurements of each change and {} of each command in a User-mode Linux guest with one CPU: the median, with the least and the \
+        "`{command}`, begun {date} UTC, on {cpu}, {cpus} CPUs, Linux {kernel}; Ferry {ferry}; virtiofsd {virtiofsd}. {change_runs} \
+         measurements of each change and {command_runs} of each command in a User-mode Linux guest with one CPU: the median, with the least and the \
          greatest in brackets, and the 99th percentile.\n\n\
          A change is timed from before the host makes it until the host has read that the guest has seen it; the first row is what that costs \
          without a change. The guest looks all the time, on the CPU that the agent needs, too. Before each change there is a pause of up to a second. \
          A command is run twice, with a pause of two seconds, and the second time is measured by the guest's clock: a repository of {} files, {} packages, {} crates. \
          That repository is unpacked in the share, too, where the guest knows the directory it is in, and no other guest has it mounted.\n",
-        runs.0,
-        runs.1,
         size.dirs * files,
         size.packages,
         size.crates
@@ -327,7 +352,9 @@ fn markdown(lines: &[Line], machine: &Machine, bench: &Bench) -> String {
         }
     }
     out.push('\n');
-    parts::shortfalls(&mut out, lines, |_| true);
+    let asked =
+        |line: &Line| Row::ALL.into_iter().find(|row| row.name() == line.row).map_or(0, |row| effort.runs_of(row));
+    parts::shortfalls(&mut out, lines, |_| true, asked);
     out
 }
 
@@ -350,14 +377,8 @@ mod tests {
             line.also.entry("p99".into()).or_default().insert(FERRY.into(), 2.5);
             line
         });
-        let place = Place {
-            ferry: "ferry".into(),
-            virtiofsd: None,
-            mkfs: Err("none".into()),
-            share: "share".into(),
-            directory: "run".into(),
-        };
-        let text = markdown(&lines, &Machine::default(), &Bench { place, size: Size::QUICK, runs: (2, 2) });
+        let text = markdown(&lines, &Machine::default(), Effort::QUICK);
         assert_eq!(text.matches("; p99 2.5 |").count(), Row::ALL.len(), "{text}");
+        assert!(text.contains("* 2 of 15 runs: ") && text.contains("* 2 of 3 runs: "), "{text}");
     }
 }

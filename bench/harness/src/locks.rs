@@ -24,6 +24,8 @@ use crate::stats::Better;
 const TABLE: &str = "locks";
 /// What the lines are about: no server stands between.
 const CONFIG: &str = "vfs";
+/// Runs of each row.
+const RUNS: usize = 5;
 /// How many locks there are; a tenth as many requests wait.
 const SIZES: [u64; 3] = [1_000, 10_000, 100_000];
 /// A client may have half as many owners as the largest of these.
@@ -206,7 +208,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     if let Some(code) = cli.listed(TABLE, rows.iter().map(name)) {
         return Ok(code);
     }
-    let runs = if cli.quick { 2 } else { 5 };
+    let runs = if cli.quick { 2 } else { RUNS };
     let machine = Machine::look(&cli.work, None, None);
     let progress = Progress::new(rows.len());
     let lines = progress.measure(&rows, name, &[], |row| lines(row, runs))?;
@@ -217,7 +219,11 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     Ok(crate::cli::verdict(&lines))
 }
 
-/// Writes the report into a directory.
+/// Writes the report of a full run into a directory.
+pub fn write_full(directory: &Path, lines: &[Line], machine: &Machine) -> Result<()> {
+    write(directory, lines, machine, RUNS)
+}
+
 fn write(directory: &Path, lines: &[Line], machine: &Machine, runs: usize) -> Result<()> {
     let json: Result<Vec<String>, _> = lines.iter().map(serde_json::to_string).collect();
     std::fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
@@ -226,7 +232,7 @@ fn write(directory: &Path, lines: &[Line], machine: &Machine, runs: usize) -> Re
         std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     };
     put("jsonl", json?.join("\n") + "\n")?;
-    put("md", markdown(lines, machine, runs))
+    put("md", markdown(lines, machine, runs) + &parts::notes(directory, TABLE)?)
 }
 
 fn markdown(lines: &[Line], machine: &Machine, runs: usize) -> String {
@@ -248,7 +254,9 @@ fn markdown(lines: &[Line], machine: &Machine, runs: usize) -> String {
     }
     let row = |step: &str, size: u64| format!("records apart below a lock of all: {step}, {size} requests");
     let sizes = BELOW.map(|size| format!("{size} locks, {size} wait"));
-    out + &section(lines, "records apart below a lock of all", &BELOW_STEPS, (BELOW, sizes), row)
+    out.push_str(&section(lines, "records apart below a lock of all", &BELOW_STEPS, (BELOW, sizes), row));
+    out.truncate(out.trim_end().len());
+    out + "\n"
 }
 
 /// A case: its steps by its sizes.

@@ -35,6 +35,7 @@ mod server;
 mod session;
 mod stats;
 mod target;
+mod time_limit;
 mod tmpfs;
 mod trouble;
 mod v9fs;
@@ -44,7 +45,7 @@ mod zufs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 use ferry_guest::Cache;
 
@@ -130,9 +131,11 @@ fn run(cli: &Cli) -> Result<ExitCode> {
 fn write_report(cli: &Cli) -> Result<ExitCode> {
     let directory = &cli.results().context("--report writes into a directory")?;
     let table = cli.table.to_possible_value().context("each table has a name")?;
-    let lines = &*earlier::all(directory, table.get_name())?;
+    let table = if cli.dax { dax::TABLE } else { table.get_name() };
+    let lines = &*earlier::all(directory, table)?;
     let machine = &Machine::default();
-    parts::keep_head(directory, table.get_name(), || match cli.table {
+    parts::keep_head(directory, table, || match cli.table {
+        Table::Virtiofs if cli.dax => dax::write_again(directory, lines, machine),
         Table::Virtiofs => {
             let is_of =
                 |row: &Row| lines.iter().any(|line| (&*line.row, &*line.config) == (&*row.name, row.config.name()));
@@ -154,7 +157,10 @@ fn write_report(cli: &Cli) -> Result<ExitCode> {
         Table::Costs => {
             costs::report::write(directory, lines, machine, &costs::report::targets(lines), costs::Size::FULL)
         }
-        _ => bail!("--report is not for this table"),
+        Table::Locks => locks::write_full(directory, lines, machine),
+        Table::Ninep => ninep::write_full(directory, lines, machine),
+        Table::Scale => scale::write_full(directory, lines, machine),
+        Table::Coherence => coherence::write_full(directory, lines, machine),
     })?;
     Ok(ExitCode::SUCCESS)
 }

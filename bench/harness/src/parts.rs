@@ -57,9 +57,12 @@ pub fn find<'a>(lines: &'a [Line], row: &str, config: &str) -> Option<&'a Line> 
     lines.iter().find(|line| line.row == row && line.config == config)
 }
 
-/// The lines of this run and, for what it had no part in, those of earlier ones, in the order of rows and configurations.
+/// The lines of this run and, for rows that it has no figure of, those of earlier ones, in the order of rows and configurations.
 pub fn join(earlier: &[Line], now: &[Line], order: impl Iterator<Item = (String, &'static str)>) -> Vec<Line> {
-    let line = |(row, config): (String, &str)| find(now, &row, config).or_else(|| find(earlier, &row, config)).cloned();
+    let line = |(row, config): (String, &str)| {
+        let (now, earlier) = (find(now, &row, config), find(earlier, &row, config));
+        now.filter(|line| line.n > 0).or(earlier).or(now).cloned()
+    };
     order.filter_map(line).collect()
 }
 
@@ -96,8 +99,14 @@ fn named(rows: &[&str]) -> String {
     format!("{}{more}", rows[..rows.len().min(ROWS_NAMED_MAX)].join(", "))
 }
 
-/// The last chapter: where a peer whose name passes `counts` is better, and what did not run and why, each reason once.
-pub fn shortfalls(out: &mut String, lines: &[Line], counts: impl Fn(&str) -> bool) {
+/// The most runs that one of the lines has: what a full run of most tables asks of each of its rows.
+pub fn most_runs(lines: &[Line]) -> usize {
+    lines.iter().map(|line| line.n).max().unwrap_or(0)
+}
+
+/// The last chapter: where a peer whose name passes `counts` is better, which rows have fewer runs than `asked`, and what did
+/// not run and why, each reason once.
+pub fn shortfalls(out: &mut String, lines: &[Line], counts: impl Fn(&str) -> bool, asked: impl Fn(&Line) -> usize) {
     out.push_str("\n## Below a peer, skipped or failed\n\n");
     let before = out.len();
     for line in lines {
@@ -109,9 +118,21 @@ pub fn shortfalls(out: &mut String, lines: &[Line], counts: impl Fn(&str) -> boo
             let _ = writeln!(out, "* {} ({}): {ratio:.2} of {peer}{within}", line.row, line.config);
         }
     }
+    fewer_runs(out, lines, asked);
     reasons(out, lines);
     if out.len() == before {
         out.push_str("No row is below its peers, none was skipped or failed.\n");
+    }
+}
+
+/// Rows that were run, but not as often as they were to.
+fn fewer_runs(out: &mut String, lines: &[Line], asked: impl Fn(&Line) -> usize) {
+    let mut short: BTreeMap<(usize, usize), Vec<String>> = BTreeMap::new();
+    for line in lines.iter().filter(|line| line.n > 0 && line.n < asked(line)) {
+        short.entry((line.n, asked(line))).or_default().push(format!("{} ({})", line.row, line.config));
+    }
+    for ((n, asked), rows) in short {
+        let _ = writeln!(out, "* {n} of {asked} runs: {}", rows.join(", "));
     }
 }
 
@@ -168,13 +189,36 @@ mod tests {
         let mut lines = [line("a", 1.0, [2.0, 4.0]), line("b", 3.0, [2.0, 4.0]), line("c", 4.0, [2.0, 2.0])];
         lines.iter_mut().for_each(|line| line.skip("other: no"));
         let mut out = String::new();
-        shortfalls(&mut out, &lines, |peer| peer == "peer");
+        shortfalls(&mut out, &lines, |peer| peer == "peer", |_| 1);
         assert!(out.contains("\n* a (c): 0.33 of peer\n* skipped: other: no (in a (c), b (c), c (c))\n"), "{out}");
         lines[0] = line("a", 2.0, [1.0, 4.0]);
-        shortfalls(&mut out, &lines[..1], |_| true);
+        shortfalls(&mut out, &lines[..1], |_| true, |_| 1);
         assert!(out.ends_with("* a (c): 0.80 of peer; the runs of both overlap\n"), "{out}");
-        shortfalls(&mut out, &lines[..1], |_| false);
+        shortfalls(&mut out, &lines[..1], |_| false, |_| 1);
         assert!(out.ends_with("No row is below its peers, none was skipped or failed.\n"), "{out}");
+    }
+
+    #[test]
+    fn rows_with_fewer_runs_are_reported() {
+        let lines = [line("a", 1.0, [1.0, 1.0]), line("b", 1.0, [1.0, 1.0])];
+        assert_eq!((most_runs(&lines), most_runs(&[])), (1, 0));
+        let mut out = String::new();
+        shortfalls(&mut out, &lines, |_| true, |line| if line.row == "a" { 5 } else { 1 });
+        assert!(out.ends_with("\n* 1 of 5 runs: a (c)\n"), "{out}");
+    }
+
+    #[test]
+    fn a_run_without_figures_replaces_none() {
+        let order = || ["a", "b"].map(|row| (row.to_owned(), "c")).into_iter();
+        let failed = |row: &str| {
+            let mut line = Line::new("t", row.into(), "c", "MiB/s", Better::Higher);
+            line.fail("no");
+            line
+        };
+        let joined = join(&[line("a", 1.0, [1.0, 1.0])], &[failed("a"), failed("b")], order());
+        assert_eq!((joined[0].ferry, joined[1].error.as_deref()), (Some(1.0), Some("no")));
+        let joined = join(&[line("a", 1.0, [1.0, 1.0])], &[line("a", 2.0, [1.0, 1.0])], order());
+        assert_eq!((joined[0].ferry, joined.len()), (Some(2.0), 1));
     }
 
     #[test]

@@ -2,13 +2,13 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// How often it is looked whether a program has ended: short beside a run.
-const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 /// How long a program that was killed may take to go; longer, and it waits for a server that does not answer.
 const KILL_TIMEOUT: Duration = Duration::from_secs(1);
 /// The end of a program's complaint that an error shows.
@@ -25,27 +25,31 @@ pub fn run(mut command: Command, directory: &Path, timeout: Duration) -> Result<
         .stderr(File::create(&complaint)?)
         .spawn()
         .with_context(|| format!("cannot start {}", command.get_program().display()))?;
-    let mut deadline = Instant::now() + timeout;
-    let mut late = false;
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break Some(status);
-        }
-        if Instant::now() > deadline {
-            if late {
-                break None;
-            }
-            child.kill()?;
-            late = true;
-            deadline = Instant::now() + KILL_TIMEOUT;
-        }
-        std::thread::sleep(LOOK_INTERVAL);
-    };
-    ensure!(!late, "it did not end within {} s", timeout.as_secs());
-    let status = status.context("it ended, but without a status")?;
+    let status = wait(&mut child, timeout)?;
+    if status.is_none() {
+        child.kill()?;
+        wait(&mut child, KILL_TIMEOUT)?;
+    }
+    let status = status.with_context(|| format!("it did not end within {} s", timeout.as_secs()))?;
     let text = std::fs::read_to_string(&output).unwrap_or_default();
     ensure!(status.success(), "{status}: {}", last_words(&complaint, &text));
     Ok(text)
+}
+
+/// Waits for the end of a program; none where the time is over. The kernel wakes this at once, so that callers can time
+/// programs of some milliseconds.
+fn wait(child: &mut Child, timeout: Duration) -> Result<Option<ExitStatus>> {
+    let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty()).context("cannot wait for a program")?;
+    let deadline = Instant::now() + timeout;
+    loop {
+        let left = Timespec::try_from(deadline.saturating_duration_since(Instant::now()))?;
+        match poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&left)) {
+            Ok(0) => return Ok(None),
+            Ok(_) => return Ok(Some(child.wait()?)),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error).context("cannot wait for a program"),
+        }
+    }
 }
 
 /// Empties the kernel's caches.
@@ -76,11 +80,13 @@ mod tests {
     #[test]
     fn a_program_that_fails_or_hangs_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
-        let second = Duration::from_secs(1);
+        let second = Duration::from_secs(10);
         assert_eq!(run(shell("echo out; echo err >&2"), dir.path(), second).unwrap(), "out\n");
         let error = run(shell("echo out; echo why >&2; exit 3"), dir.path(), second).unwrap_err().to_string();
         assert!(error.contains("exit status: 3") && error.ends_with("why"), "{error}");
         let error = run(shell("exec sleep 60"), dir.path(), Duration::from_millis(50)).unwrap_err().to_string();
         assert!(error.contains("did not end"), "{error}");
+        let mut child = shell("exit 3").spawn().unwrap();
+        assert_eq!(wait(&mut child, second).unwrap().and_then(|status| status.code()), Some(3));
     }
 }

@@ -50,6 +50,23 @@ impl Family {
         self.0.iter().map(|pid| figure(*pid)).sum()
     }
 
+    /// Figures of the status of all of them, in KiB: the sums.
+    pub fn kib<const COUNT: usize>(&self, names: [&str; COUNT]) -> Result<[f64; COUNT]> {
+        let mut sums = [0.0; COUNT];
+        for pid in &self.0 {
+            for (sum, figure) in sums.iter_mut().zip(kib(*pid, names)?) {
+                *sum += figure;
+            }
+        }
+        Ok(sums)
+    }
+
+    /// Open descriptors.
+    #[allow(clippy::cast_precision_loss, reason = "far fewer than 2^52")]
+    pub fn descriptors(&self) -> Result<f64> {
+        self.sum(|pid| Ok(std::fs::read_dir(format!("/proc/{pid}/fd"))?.count() as f64))
+    }
+
     /// Resident memory and what of it no other process has, in KiB.
     pub fn memory_kib(&self) -> Result<[f64; 2]> {
         let names = ["Rss:", "Private_Clean:", "Private_Dirty:"];
@@ -134,6 +151,8 @@ mod tests {
         let [rss, private] = both.memory_kib().unwrap();
         assert!(rss > private && private > 0.0 && both.threads().unwrap() > one.threads().unwrap());
         assert!(both.faults().unwrap() > one.faults().unwrap());
+        let [status] = both.kib(["VmRSS:"]).unwrap();
+        assert!(status > one.kib(["VmRSS:"]).unwrap()[0] && both.descriptors().unwrap() > one.descriptors().unwrap());
         assert!(one.usage().unwrap().since().is_ok());
         child.kill().unwrap();
         child.wait().unwrap();

@@ -52,8 +52,10 @@ type Group = (&'static str, fn(&Row) -> bool);
 /// The ratios of a run in a few figures.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
-    means: Vec<(&'static str, usize, f64)>,
-    least: Option<(String, f64)>,
+    /// The group, how many of its rows have a ratio, and their mean.
+    means: Vec<(&'static str, String, Option<f64>)>,
+    /// The name of the least row, how many rows have a ratio, and the ratio.
+    least: Option<(String, String, f64)>,
 }
 
 impl Summary {
@@ -67,13 +69,18 @@ impl Summary {
             ("native rows", |row| matches!(row.work, crate::rows::Work::Native(_))),
         ];
         let mean = |(name, test): Group| {
+            let all = rows.iter().zip(lines).filter(|(row, _)| test(row)).count();
             let of_group: Vec<f64> = ratios().filter(|(row, _)| test(row)).map(|(_, ratio)| ratio).collect();
-            Some((name, of_group.len(), stats::geometric_mean(of_group.iter().copied())?))
+            let count = format!("{} of {all}", of_group.len());
+            (all > 0).then(|| (name, count, stats::geometric_mean(of_group)))
         };
         let least = ratios().min_by(|(_, a), (_, b)| a.total_cmp(b));
         Self {
             means: groups.into_iter().filter_map(mean).collect(),
-            least: least.map(|(row, ratio)| (format!("{} ({})", row.name, row.config.name()), ratio)),
+            least: least.map(|(row, ratio)| {
+                let count = format!("{} of {}", ratios().count(), rows.len().min(lines.len()));
+                (format!("{} ({})", row.name, row.config.name()), count, ratio)
+            }),
         }
     }
 }
@@ -81,10 +88,11 @@ impl Summary {
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (name, count, mean) in &self.means {
-            writeln!(f, "ferry : {PEER}, geometric mean of {name} ({count}): {mean:.2}")?;
+            let mean = mean.map_or("not measured".into(), |mean| format!("{mean:.2}"));
+            writeln!(f, "ferry : {PEER}, geometric mean of {name} ({count}): {mean}")?;
         }
-        if let Some((name, ratio)) = &self.least {
-            writeln!(f, "ferry : {PEER}, least row: {name}: {ratio:.2}")?;
+        if let Some((name, count, ratio)) = &self.least {
+            writeln!(f, "ferry : {PEER}, least row ({count}): {name}: {ratio:.2}")?;
         }
         Ok(())
     }
@@ -93,8 +101,7 @@ impl fmt::Display for Summary {
 /// What the project set itself to reach, as far as this run measured it.
 pub fn targets(lines: &[Line]) -> Vec<Target> {
     let target = |(row, limit): (&str, f64)| {
-        let ratio = *parts::find(lines, row, Config::None.name())?.ratio.get(PEER)?;
-        Some(Target::at_least(format!("{row}: ferry : {PEER}"), ratio, limit))
+        Target::ratio(format!("{row}: ferry : {PEER}"), parts::find(lines, row, Config::None.name()), PEER, limit)
     };
     NATIVE.into_iter().filter_map(target).collect()
 }
@@ -118,12 +125,12 @@ fn markdown(lines: &[Line], machine: &Machine, summary: &Summary, targets: &[Tar
     out.push_str("![How many times better Ferry is, row by row](virtiofs.svg)\n\n");
     figures(&mut out, lines);
     counts(&mut out, lines);
-    parts::shortfalls(&mut out, lines, |peer| peer == PEER);
+    parts::shortfalls(&mut out, lines, |peer| peer == PEER, |_| parts::most_runs(lines));
     out
 }
 
 fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
-    let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
+    let runs = parts::most_runs(lines);
     let Machine { cpu, cpus, kernel, file_system, guest_kernel, virtiofsd, fio, ferry, command, date } = machine;
     let _ = writeln!(
         out,
@@ -185,7 +192,8 @@ pub fn counts(out: &mut String, lines: &[Line]) {
         "\n## What noise does not touch\n\nPer request, in runs of their own: system calls of the server, how often \
          its threads were woken, interrupts (calls) and notifications (kicks). Polling, the driver looks at its rings \
          all the time; asleep, it waits for a call, as a guest does.\n\n\
-         | row | driver | server | system calls | wake-ups | calls | kicks |\n| --- | --- | --- | --- | --- | --- | --- |\n",
+         | row | config | driver | server | system calls | wake-ups | calls | kicks |\n\
+         | --- | --- | --- | --- | --- | --- | --- | --- |\n",
     );
     for line in lines {
         for (how, counts) in [("polling", &line.counts), ("asleep", &line.counts_asleep)] {
@@ -194,8 +202,9 @@ pub fn counts(out: &mut String, lines: &[Line]) {
                 let shown = |value: &Option<f64>| value.map_or("-".into(), |value| value.to_string());
                 let _ = writeln!(
                     out,
-                    "| {} | {how} | {server} | {} | {} | {calls_per_request} | {kicks_per_request} |",
+                    "| {} | {} | {how} | {server} | {} | {} | {calls_per_request} | {kicks_per_request} |",
                     line.row,
+                    line.config,
                     shown(syscalls_per_request),
                     shown(wakeups_per_request)
                 );
@@ -238,10 +247,14 @@ mod tests {
     fn sums_up() {
         let (rows, lines) = lines();
         let text = Summary::of(&rows, &lines).to_string();
-        assert!(text.contains("multi-job rows (1): 1.67"), "{text}");
-        assert!(text.contains("metadata rows (1): 0.60"), "{text}");
-        assert!(text.contains("least row: git-status (auto): 0.60"), "{text}");
+        assert!(text.contains("multi-job rows (1 of 1): 1.67"), "{text}");
+        assert!(text.contains("metadata rows (1 of 1): 0.60"), "{text}");
+        assert!(text.contains("least row (4 of 4): git-status (auto): 0.60"), "{text}");
         assert_eq!(Summary::of(&[], &[]).to_string(), "");
+        let mut failed = lines;
+        failed.iter_mut().for_each(|line| line.ratio.clear());
+        let text = Summary::of(&rows, &failed).to_string();
+        assert!(text.contains("multi-job rows (0 of 1): not measured"), "{text}");
     }
 
     #[test]

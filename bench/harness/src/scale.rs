@@ -110,22 +110,27 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     Ok(crate::cli::verdict(&lines))
 }
 
-/// How far figures grow, from the second size that was measured (the first of two) to the last.
+/// How far figures grow, from the second size that this run has (the first of two) to the last.
 fn targets(cases: &[Case], lines: &[Line]) -> Vec<Target> {
     let target = |case: &Case, figure: &Figure| {
         let found = |size: &u64| {
             let line = parts::find(lines, &figure_name(case, figure, *size), CONFIG)?;
-            Some((*size, line.ferry.filter(|figure| *figure > 0.0)?))
+            Some((*size, line.ferry.filter(|figure| *figure > 0.0)))
         };
-        let found: Vec<(u64, f64)> = case.sizes.iter().filter_map(found).collect();
+        let found: Vec<(u64, Option<f64>)> = case.sizes.iter().filter_map(found).collect();
         let (from, to) = (found.get(usize::from(found.len() > 2))?, found.last().filter(|_| found.len() > 1)?);
         let what = format!("{} : {}", figure_name(case, figure, to.0), from.0);
-        Some(Target::at_most(what, to.1 / from.1, figure.growth_max?))
+        Some(Target::at_most(what, to.1.zip(from.1).map(|(to, from)| to / from), figure.growth_max?))
     };
     cases.iter().flat_map(|case| case.figures.iter().filter_map(move |figure| target(case, figure))).collect()
 }
 
-/// Writes the report into a directory.
+/// Writes the report of a full run into a directory.
+pub fn write_full(directory: &Path, lines: &[Line], machine: &Machine) -> Result<()> {
+    let cases = cases();
+    write(directory, lines, &markdown(&cases, lines, machine, &targets(&cases, lines), RUNS))
+}
+
 fn write(directory: &Path, lines: &[Line], markdown: &str) -> Result<()> {
     let json: Result<Vec<String>, _> = lines.iter().map(serde_json::to_string).collect();
     std::fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
@@ -169,7 +174,8 @@ fn markdown(cases: &[Case], lines: &[Line], machine: &Machine, targets: &[Target
         }
         out.push('\n');
     }
-    parts::shortfalls(&mut out, lines, |_| true);
+    // The head says which rows have fewer runs.
+    parts::shortfalls(&mut out, lines, |_| true, |_| 0);
     out
 }
 
@@ -222,5 +228,10 @@ mod tests {
         );
         assert_eq!(text(&[line(1, 2.0), line(2, 2.0)]), "c, 2 files : 1: 1.00 (target: at most 1.5: reached)");
         assert_eq!(text(&[line(2, 1.0)]), "");
+        let failed = Line::new(TABLE, name(&case, 4), CONFIG, "us", Better::Lower);
+        assert_eq!(
+            text(&[line(1, 9.0), line(2, 1.0), line(3, 1.0), failed]),
+            "c, 4 files : 2: not measured (target: at most 1.5)"
+        );
     }
 }

@@ -13,6 +13,7 @@ use crate::rows::{Config, Job, Native, Row, Task, Work};
 use crate::server::Peer;
 use crate::session::{Place, Session, is_failed};
 use crate::stats;
+use crate::time_limit::TimeLimit;
 
 /// How long each thing takes.
 #[derive(Debug, Clone, Copy)]
@@ -28,7 +29,7 @@ pub struct Effort {
     /// How long a command in the guest may take beside its own time.
     pub timeout: Duration,
     /// When no further row begins.
-    pub limit: Option<Duration>,
+    pub limit: Option<TimeLimit>,
     /// Whether tasks are run once more with servers that log each request.
     pub count_tasks: bool,
 }
@@ -51,7 +52,7 @@ impl Effort {
         native_seconds: 0.3,
         count_requests: 4000,
         timeout: Duration::from_secs(25),
-        limit: Some(Duration::from_secs(250)),
+        limit: Some(TimeLimit::Quick(Duration::from_secs(250))),
         count_tasks: false,
     };
 }
@@ -104,8 +105,8 @@ impl Runner {
     /// Runs a row, the servers in turn.
     pub fn run(&mut self, row: &Row) -> Line {
         let mut line = Line::empty(self.table, row);
-        if self.effort.limit.is_some_and(|limit| self.started.elapsed() > limit) {
-            line.skip("the time of the run was over");
+        if let Some(limit) = self.effort.limit.filter(|limit| limit.is_over(self.started)) {
+            limit.tell(&mut line);
             return line;
         }
         if matches!(row.work, Work::Native(_)) || row.config != self.config {

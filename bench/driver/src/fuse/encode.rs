@@ -7,10 +7,12 @@ use zerocopy::{Immutable, IntoBytes};
 
 /// Appends the request to `out`. The header counts the payload of a WRITE; the caller sends the payload after it.
 ///
-/// Fields that the session did not negotiate are omitted: `clear_sgid` without [`InitFlags::SETXATTR_EXT`].
+/// Fields that the session did not negotiate are omitted: `clear_sgid` without [`InitFlags::SETXATTR_EXT`]. The extensions
+/// of a WRITE are omitted too, because its payload would have to come before them.
 ///
 /// # Panics
-/// With [`Operation`]s that this module does not know.
+/// With [`Operation`]s that this module does not know, with a request of 4 GiB or more, and with extensions of 512 KiB or
+/// more.
 pub fn encode(request: &Request<'_>, session: &Negotiated, out: &mut Vec<u8>) {
     let begin = out.len();
     put(out, &InHeader::ZERO);

@@ -15,7 +15,8 @@ const ALIGN: usize = 8;
 pub struct DirEntry<'a> {
     /// Name, type, number, and the offset of the next entry.
     pub item: DirItem<'a>,
-    /// The entry of a READDIRPLUS, its timeouts, and whether to use DAX; `None` for `.` and `..`.
+    /// The entry of a READDIRPLUS, its timeouts, and whether to use DAX; `None` for READDIR and for entries without an inode
+    /// (node ID 0), such as `.` and `..`.
     pub entry: Option<(Entry, Timeouts, bool)>,
 }
 

@@ -116,7 +116,7 @@ pub struct Case {
     pub name: String,
     /// What it lets pass.
     pub expect: Expect,
-    /// The least that must be needed before the next good request works.
+    /// The most recovery that the server may need before a valid request works.
     pub recovery: Recovery,
     action: Action,
 }

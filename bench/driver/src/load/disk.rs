@@ -15,7 +15,7 @@ const T_OUT: u32 = 1;
 const STATUS_OK: u8 = 0;
 /// How much is read or written at a time when the disk is filled or checked.
 const CHUNK_BYTES: u64 = 128 << 10;
-/// The field of the configuration space that tells the size, in sectors.
+/// The length of the capacity field (capacity, in sectors) in bytes.
 const CAPACITY_BYTES: u32 = 8;
 
 /// What Linux negotiates and a load cares about: writes that may stay in a cache, several queues.
@@ -58,7 +58,7 @@ pub(super) fn template(load: &Load) -> Result<Template> {
         Op::Getattr | Op::Lookup => return Err(Error::Unfit("a disk, which is read or written".into())),
     };
     if !(load.block as u64).is_multiple_of(SECTOR_BYTES) {
-        return Err(Error::Unfit(format!("blocks of {} bytes, which are no whole sectors", load.block)));
+        return Err(Error::Unfit(format!("blocks of {} bytes: use a multiple of {SECTOR_BYTES}", load.block)));
     }
     Ok(Template { form: RequestProtocol::Block, request: header(kind, 0), reply_args: 0, data })
 }

@@ -45,9 +45,9 @@ pub struct Report {
     pub mib_per_second: f64,
     /// The latencies from sending a request to receiving its reply.
     pub latency_us: Latency,
-    /// The number of kicks.
+    /// Kicks per request.
     pub kicks_per_request: f64,
-    /// The number of the server's signals.
+    /// Interrupts (calls) of the server per request.
     pub calls_per_request: f64,
     /// The driver's own time per request for checks and sending, without polling and kicks.
     pub driver_ns_per_request: f64,

@@ -18,6 +18,7 @@ use super::systems::{Programs, System, Way, comma_doubled};
 use crate::line::{FERRY, Line};
 use crate::server::Server;
 use crate::stats::{self, Better};
+use crate::time_limit::TimeLimit;
 use crate::trouble::Failures;
 use crate::{native, process};
 
@@ -42,9 +43,7 @@ pub struct Effort {
     /// How long a run may take beside its own time.
     pub timeout: Duration,
     /// When no further row begins.
-    pub limit: Duration,
-    /// What to say then.
-    pub limit_reason: &'static str,
+    pub limit: TimeLimit,
 }
 
 impl Effort {
@@ -56,8 +55,7 @@ impl Effort {
         qemu: Duration::from_millis(500),
         count_requests: 6000,
         timeout: Duration::from_secs(20),
-        limit: Duration::from_secs(20 * 60),
-        limit_reason: "the run had taken 20 minutes, as on a busy machine",
+        limit: TimeLimit::Full(Duration::from_secs(20 * 60)),
     };
     /// The quick one: under five minutes, whatever happens.
     pub const QUICK: Self = Self {
@@ -67,8 +65,7 @@ impl Effort {
         qemu: Duration::from_millis(300),
         count_requests: 2000,
         timeout: Duration::from_secs(10),
-        limit: Duration::from_secs(260),
-        limit_reason: "the time of --quick was over",
+        limit: TimeLimit::Quick(Duration::from_secs(260)),
     };
 }
 
@@ -118,7 +115,7 @@ impl Runner {
 
     /// Runs a row, and makes a line for each of our configurations.
     pub fn run(&mut self, step: Step, systems: &[System]) -> Vec<Line> {
-        let late = self.started.elapsed() > self.effort.limit;
+        let late = self.effort.limit.is_over(self.started);
         let (mut samples, mut servers) = (Samples::new(), BTreeMap::new());
         self.trouble.begin_row();
         if !is_guest(step.client) {
@@ -131,16 +128,16 @@ impl Runner {
         for turn in 0..if late { 0 } else { self.effort.runs } {
             let able = systems.iter().copied().filter(|system| self.trouble.is_able((step.client, *system)));
             let able: Vec<System> = able.collect();
-            let turn: Vec<(System, Result<Sample>)> = match is_guest(step.client) {
+            let turn: Vec<(System, Result<Sample>, Duration)> = match is_guest(step.client) {
                 true => self.guest_turn(step, systems, &able),
                 false => self.turn(step, &able, turn, &mut servers),
             };
-            for (system, sample) in turn {
+            for (system, sample, took) in turn {
                 match sample {
                     Ok(sample) => samples.entry(system).or_default().push(sample),
                     Err(error) => {
                         let reason = reason(&error, servers.remove(&system));
-                        self.trouble.note((step.client, system), reason);
+                        self.trouble.note((step.client, system), reason, took);
                     }
                 }
             }
@@ -150,7 +147,7 @@ impl Runner {
         for &ours in systems.iter().filter(|system| system.is_ours()) {
             let mut line = line(step, ours, systems, &samples);
             if late {
-                line.skip(self.effort.limit_reason);
+                self.effort.limit.tell(&mut line);
             }
             self.explain(step.client, ours, systems, &mut line);
             lines.push(line);
@@ -161,8 +158,14 @@ impl Runner {
         lines
     }
 
-    /// One run of each able system in a guest that has disks of all.
-    fn guest_turn(&mut self, step: Step, systems: &[System], able: &[System]) -> Vec<(System, Result<Sample>)> {
+    /// One run of each able system in a guest that has disks of all, and how long a failure took. All run in one command, where
+    /// those that fail do so at once.
+    fn guest_turn(
+        &mut self,
+        step: Step,
+        systems: &[System],
+        able: &[System],
+    ) -> Vec<(System, Result<Sample>, Duration)> {
         if able.is_empty() {
             return Vec::new();
         }
@@ -170,28 +173,33 @@ impl Runner {
         let (cache, programs, files) = (&self.cache, &self.programs, &self.files);
         let cpus = Cpus { guest: self.cpus.0, servers: &self.cpus.1, all: &self.cpus.2 };
         let boot = || BlkGuest::boot(step.client, systems, cache, programs, files, cpus);
-        let found = self.guests.get(step.client, boot).and_then(|guest| guest.fio(programs, able, step, runtime));
-        found.unwrap_or_else(|error| {
-            // The cause is unknown, and a guest that did not reply is useless.
-            self.guests.lose();
-            let reason = format!("{error:#}");
-            able.iter().map(|system| (*system, Err(anyhow!("{reason}")))).collect()
-        })
+        let began = Instant::now();
+        match self.guests.get(step.client, boot).and_then(|guest| guest.fio(programs, able, step, runtime)) {
+            Ok(found) => found.into_iter().map(|(system, found)| (system, found, Duration::ZERO)).collect(),
+            Err(error) => {
+                // The cause is unknown, and a guest that did not reply is useless.
+                self.guests.lose();
+                let (reason, took) = (format!("{error:#}"), began.elapsed());
+                able.iter().map(|system| (*system, Err(anyhow!("{reason}")), took)).collect()
+            }
+        }
     }
 
-    /// One run of each system from this host.
+    /// One run of each system from this host, and how long it took.
     fn turn(
         &mut self,
         step: Step,
         able: &[System],
         turn: usize,
         servers: &mut BTreeMap<System, Server>,
-    ) -> Vec<(System, Result<Sample>)> {
+    ) -> Vec<(System, Result<Sample>, Duration)> {
         let mut found = Vec::new();
         for &system in able {
+            let began = Instant::now();
             let needed = turn == 0 || system != System::BareFile && !servers.contains_key(&system);
             let ready = if needed { self.ready(step, system, servers) } else { Ok(()) };
-            found.push((system, ready.and_then(|()| self.sample(step, system, servers.get(&system)))));
+            let sample = ready.and_then(|()| self.sample(step, system, servers.get(&system)));
+            found.push((system, sample, began.elapsed()));
         }
         found
     }

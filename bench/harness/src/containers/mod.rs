@@ -26,6 +26,9 @@ use crate::{earlier, parts, v9fs};
 const NYDUS: &str =
     "nydus: Debian's nydus-snapshotter starts nydusd for each image, which Debian has not and nothing here builds";
 
+/// The modules of the daemon of stargz-snapshotter.
+const STARGZ_MODULES: &str = include_str!("../../../peers/stargz/go.mod");
+
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
     let works = works(cli);
@@ -121,13 +124,14 @@ fn known_row(name: &str) -> Option<earlier::Row> {
     Some(earlier::Row { unit: figure.unit(), better: Better::Lower })
 }
 
-/// The peers' packages, as the cache notes them.
+/// The peers' packages, as the cache notes them. Of stargz-snapshotter the daemon is built here, by its module's version.
 fn versions(cache: &Cache) -> String {
-    let mut versions = Vec::new();
+    let mut versions: Vec<String> =
+        stargz_version().map(|version| format!("stargz-snapshotter {version}")).into_iter().collect();
     for (set, packages) in [
         ("containerd", ["containerd", "runc"].as_slice()),
         ("erofs", &["erofs-utils"]),
-        ("snapshotters", &["stargz-snapshotter", "soci-snapshotter"]),
+        ("snapshotters", &["soci-snapshotter"]),
         ("registry", &["docker-registry"]),
     ] {
         let stamp = std::fs::read_to_string(cache.path().join(set).join("stamp")).unwrap_or_default();
@@ -138,6 +142,11 @@ fn versions(cache: &Cache) -> String {
         }
     }
     versions.join(", ")
+}
+
+/// The version of stargz-snapshotter that bench/peers/stargz/build builds.
+fn stargz_version() -> Option<&'static str> {
+    STARGZ_MODULES.lines().find_map(|line| line.trim().strip_prefix("github.com/containerd/stargz-snapshotter "))
 }
 
 #[cfg(test)]
@@ -158,6 +167,7 @@ mod tests {
         let [name] = &*works(&cli(&["--rows", "disk"])) else { panic!("one row is about disks") };
         assert_eq!(known_row(&name.rows()[0].1).map(|row| row.unit), Some("MB"));
         assert_eq!(order().count(), 45 * 4);
+        assert!(stargz_version().is_some_and(|version| version.starts_with("v0.")), "{:?}", stargz_version());
         let none = || std::path::PathBuf::new();
         let programs = Programs {
             ferry: none(),

@@ -5,12 +5,12 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::rows::TABLE;
+use super::rows::{self, Figure, TABLE, Work};
 use super::systems::System;
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
-use crate::target::{self, Target};
-use crate::{chart, parts, stats};
+use crate::target::{self, RowFigures, Target};
+use crate::{chart, parts};
 
 /// What the snapshotter may have in memory, in MiB.
 const MEMORY_MIB: f64 = 50.0;
@@ -28,25 +28,33 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
     let others: Vec<System> = System::ALL.into_iter().filter(|system| !system.is_ours()).collect();
     let built_in: Vec<System> = others.iter().copied().filter(|system| system.is_built_in()).collect();
     let mut targets = Vec::new();
-    let mut least = |what: String, value: Option<f64>, limit: f64| {
-        targets.extend(value.map(|value| Target::at_least(what, value, limit)));
-    };
     for line in of(System::Prepared, "cold start") {
-        least(format!("{}: prepared : the best peer", line.row), best(line, &others), 1.0);
+        let measured = others.iter().filter(|peer| line.ratio.contains_key(peer.name())).count();
+        let what = format!("{}: prepared : the best of {measured} of {} peers", line.row, others.len());
+        targets.push(Target::at_least(what, best(line, &others), 1.0));
     }
-    let full = stats::geometric_mean(of(System::Prepared, "cold start").filter_map(|line| best(line, &built_in)));
-    least("cold start, geometric mean: prepared : the best full pull".into(), full, 2.0);
+    let starts = rows::all().into_iter().filter(|work| matches!(work, Work::Cold(..))).flat_map(Work::rows);
+    let starts = starts.filter(|(figure, _)| *figure == Figure::Cold);
+    let starts = starts.map(|(_, row)| parts::find(lines, &row, System::Prepared.name()));
+    let full = RowFigures::of(starts, |line| best(line, &built_in));
+    targets.extend(full.mean("cold start: prepared : the best full pull", 2.0));
     for line in of(System::Estargz, "cold start") {
-        least(format!("{}: estargz : stargz", line.row), best(line, &[System::Stargz]), 1.0);
+        let what = format!("{}: estargz : stargz", line.row);
+        targets.extend(Target::ratio(what, Some(line), System::Stargz.name(), 1.0));
     }
     for rows in ["warm start", "ls -lR"] {
         for line in of(System::Layers, rows) {
-            least(format!("{}: layers : overlayfs", line.row), best(line, &[System::Overlayfs]), 1.5);
+            let what = format!("{}: layers : overlayfs", line.row);
+            targets.extend(Target::ratio(what, Some(line), System::Overlayfs.name(), 1.5));
         }
     }
-    let ours = lines.iter().filter(|line| line.row.starts_with("memory")).filter_map(|line| line.ferry);
-    let most = ours.max_by(f64::total_cmp);
-    targets.extend(most.map(|most| Target::at_most("memory, the most of any row, MiB", most, MEMORY_MIB)));
+    let memory = || lines.iter().filter(|line| line.row.starts_with("memory"));
+    let measured: Vec<f64> = memory().filter_map(|line| line.ferry).collect();
+    if memory().count() > 0 {
+        let what = format!("memory, the most of {} of {} rows, MiB", measured.len(), memory().count());
+        let most = measured.into_iter().max_by(f64::total_cmp);
+        targets.push(Target::at_most(what, most, MEMORY_MIB));
+    }
     targets
 }
 
@@ -63,7 +71,7 @@ pub fn write(directory: &Path, lines: &[Line], machine: &Machine, peers: &str, t
 
 fn markdown(lines: &[Line], machine: &Machine, peers: &str, targets: &[Target]) -> String {
     let mut out = String::from("# Containers: Ferry beside other snapshotters of containerd\n\n");
-    let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
+    let runs = parts::most_runs(lines);
     let Machine { cpu, cpus, kernel, file_system, ferry, command, date, .. } = machine;
     let parts = if command.contains(" --add") { ", the last of several parts" } else { "" };
     let _ = writeln!(
@@ -89,7 +97,8 @@ fn markdown(lines: &[Line], machine: &Machine, peers: &str, targets: &[Target]) 
     target::chapter(&mut out, targets);
     out.push_str("![How many times better Ferry is than overlayfs, row by row](containers.svg)\n\n");
     figures(&mut out, lines);
-    parts::shortfalls(&mut out, lines, |peer| !peer.starts_with(FERRY));
+    let asked = |line: &Line| if line.row == Figure::Disk.name() { 1 } else { runs };
+    parts::shortfalls(&mut out, lines, |peer| !peer.starts_with(FERRY), asked);
     out
 }
 
@@ -144,11 +153,11 @@ mod tests {
         let text = markdown(&lines, &Machine::default(), "containerd 2", &targets(&lines));
         for part in [
             "| cold start python, 5 ms | ms | 2400 [2400, 2400] | 3000 [3000, 3000] | - | 1000 [1000, 1000] | 2500 [2500, 2500] | 1500 [1500, 1500] | 1200 [1200, 1200] | - |",
-            "| cold start python, 5 ms: prepared : the best peer | 1.20 | at least 1 | reached |",
-            "| cold start, geometric mean: prepared : the best full pull | 2.50 | at least 2 | reached |",
+            "| cold start python, 5 ms: prepared : the best of 3 of 4 peers | 1.20 | at least 1 | reached |",
+            "| cold start: prepared : the best full pull, geometric mean of 1 of 12 rows | 2.50 | at least 2 | reached |",
             "| cold start python, 5 ms: estargz : stargz | 0.80 | at least 1 | missed |",
             "| warm start python: layers : overlayfs | 1.30 | at least 1.5 | missed |",
-            "| memory, the most of any row, MiB | 30.00 | at most 50 | reached |",
+            "| memory, the most of 1 of 1 rows, MiB | 30.00 | at most 50 | reached |",
             "* cold start python, 5 ms (estargz): 0.80 of stargz",
         ] {
             assert!(text.contains(part), "{part} in {text}");

@@ -52,7 +52,8 @@ impl Figure {
         }
     }
 
-    fn name(self) -> &'static str {
+    /// What its rows' names begin with.
+    pub fn name(self) -> &'static str {
         match self {
             Self::Cold => "cold start",
             Self::Bytes => "bytes of cold start",

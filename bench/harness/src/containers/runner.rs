@@ -39,6 +39,11 @@ impl Effort {
     pub const FULL: Self = Self { runs: 5, step_limit: Duration::from_secs(400) };
     /// The quick one.
     pub const QUICK: Self = Self { runs: 2, step_limit: Duration::from_secs(60) };
+
+    /// How often each system runs in a step. What is on the disk does not vary.
+    fn runs_of(&self, work: Work) -> usize {
+        if work == Work::Related { 1 } else { self.runs }
+    }
 }
 
 /// The samples of a step.
@@ -80,8 +85,8 @@ impl Runner {
     pub fn run(&mut self, work: Work) -> Vec<Line> {
         self.trouble.begin_row();
         let samples = match work {
-            Work::Cold(image, delay_ms) => self.cold(image, Duration::from_millis(delay_ms)),
-            Work::Warm(image) => self.warm(image),
+            Work::Cold(image, delay_ms) => self.cold(work, image, Duration::from_millis(delay_ms)),
+            Work::Warm(image) => self.warm(work, image),
             Work::Related => self.related(),
         };
         self.trouble.end_row(|system| samples.keys().any(|(_, of)| *of == system));
@@ -92,30 +97,37 @@ impl Runner {
     fn able(&mut self, image: Image) -> Vec<System> {
         let mut able = self.systems.clone();
         able.retain(|&system| {
-            let made = self.content.make(image, system.form());
-            made.inspect_err(|error| self.trouble.note(system, format!("{}: {error:#}", system.name()))).is_ok()
+            let (began, made) = (Instant::now(), self.content.make(image, system.form()));
+            let note = |error: &anyhow::Error| {
+                self.trouble.note(system, format!("{}: {error:#}", system.name()), began.elapsed());
+            };
+            made.inspect_err(note).is_ok()
         });
         able
     }
 
-    /// Runs something for each system in turn, as often as this run is to.
+    /// Runs something for each system in turn, as often as the step asks for.
     fn rounds(
         &mut self,
+        work: Work,
         systems: &[System],
         mut sample: impl FnMut(&Self, System) -> Result<Vec<(Figure, f64)>>,
     ) -> Samples {
         let mut samples = Samples::new();
         let (started, limit) = (Instant::now(), self.effort.step_limit);
-        for _ in (0..self.effort.runs).take_while(|_| started.elapsed() < limit) {
+        for _ in (0..self.effort.runs_of(work)).take_while(|_| started.elapsed() < limit) {
             for &system in systems {
                 if !self.trouble.is_able(system) {
                     continue;
                 }
+                let began = Instant::now();
                 match sample(self, system) {
                     Ok(found) => found
                         .into_iter()
                         .for_each(|(figure, value)| samples.entry((figure, system)).or_default().push(value)),
-                    Err(error) => self.trouble.note(system, format!("{}: {error:#}", system.name())),
+                    Err(error) => {
+                        self.trouble.note(system, format!("{}: {error:#}", system.name()), began.elapsed());
+                    }
                 }
             }
         }
@@ -123,9 +135,9 @@ impl Runner {
     }
 
     /// Nothing is there at first, and nothing is left of the run before.
-    fn cold(&mut self, image: Image, delay: Duration) -> Samples {
+    fn cold(&mut self, work: Work, image: Image, delay: Duration) -> Samples {
         let able = self.able(image);
-        self.rounds(&able, |runner, system| {
+        self.rounds(work, &able, |runner, system| {
             process::drop_caches()?;
             engine::look_at(&runner.programs, &data(&runner.directory));
             // The same delay each way.
@@ -155,9 +167,10 @@ impl Runner {
     }
 
     /// All of the systems have the image, and keep it.
-    fn warm(&mut self, image: Image) -> Samples {
+    fn warm(&mut self, work: Work, image: Image) -> Samples {
         let mut engines = BTreeMap::new();
         for system in self.able(image) {
+            let began = Instant::now();
             let ready = self.engine(system, REGISTRY).and_then(|engine| {
                 engine.pull(image.name())?;
                 engine.run(image)?;
@@ -165,11 +178,13 @@ impl Runner {
             });
             match ready {
                 Ok(ready) => drop(engines.insert(system, ready)),
-                Err(error) => self.trouble.note(system, format!("{}: {error:#}", system.name())),
+                Err(error) => {
+                    self.trouble.note(system, format!("{}: {error:#}", system.name()), began.elapsed());
+                }
             }
         }
         let systems: Vec<System> = engines.keys().copied().collect();
-        self.rounds(&systems, |runner, system| {
+        self.rounds(work, &systems, |runner, system| {
             let (root, engine) = engines.get(&system).context("it was started")?;
             // The first fills the caches: another system's sample has emptied them.
             let [_, warm] = [engine.run(image)?, engine.run(image)?];
@@ -202,19 +217,19 @@ impl Runner {
     /// Twenty images, of those that keep whole ones.
     fn related(&mut self) -> Samples {
         let systems: Vec<System> = self.systems.iter().copied().filter(|system| system.form() == Form::Plain).collect();
+        let began = Instant::now();
         if let Err(error) = self.content.make_related() {
-            systems.iter().for_each(|&system| self.trouble.note(system, format!("{}: {error:#}", system.name())));
+            for &system in &systems {
+                self.trouble.note(system, format!("{}: {error:#}", system.name()), began.elapsed());
+            }
             return Samples::new();
         }
-        let runs = std::mem::replace(&mut self.effort.runs, 1);
-        let samples = self.rounds(&systems, |runner, system| {
+        self.rounds(Work::Related, &systems, |runner, system| {
             let engine = runner.engine(system, REGISTRY)?;
             (0..RELATED).try_for_each(|number| engine.pull(&format!("related{number}")))?;
             rustix::fs::sync();
             Ok(vec![(Figure::Disk, engine.disk_bytes()? / 1e6)])
-        });
-        self.effort.runs = runs;
-        samples
+        })
     }
 
     fn engine(&self, system: System, registry: SocketAddr) -> Result<Engine> {
@@ -236,7 +251,7 @@ impl Runner {
                 let mut line = Line::new(TABLE, row.clone(), config.name(), figure.unit(), Better::Lower);
                 line.fill(&found.collect());
                 for (system, name) in &named {
-                    if let Some(reason) = self.trouble.reason(*system, self.effort.runs) {
+                    if let Some(reason) = self.trouble.reason(*system, self.effort.runs_of(work)) {
                         if name == FERRY { line.fail(&reason) } else { line.skip(&reason) }
                     }
                 }

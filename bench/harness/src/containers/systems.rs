@@ -7,6 +7,9 @@ use std::path::{Path, PathBuf};
 use super::image::Form;
 use crate::line::FERRY;
 
+/// What containerd's documentation (docs/snapshotters/erofs.md) prefers from erofs-utils 1.8.2 on.
+const EROFS_MKFS_OPTIONS: [&str; 3] = ["-T0", "--mkfs-time", "--sort=none"];
+
 /// A snapshotter and the images that it is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum System {
@@ -183,6 +186,10 @@ impl System {
                 "differ = {differ:?}\n[plugins.\"io.containerd.service.v1.diff-service\"]\ndefault = [{differ:?}, \"walking\"]"
             );
         }
+        if self == Self::Erofs {
+            let _ =
+                writeln!(text, "[plugins.\"io.containerd.differ.v1.erofs\"]\nmkfs_options = {EROFS_MKFS_OPTIONS:?}");
+        }
         if self.is_ours() {
             let _ = writeln!(text, "[proxy_plugins.{differ}]\ntype = \"diff\"\naddress = {:?}", at("s.sock"));
         }
@@ -208,6 +215,11 @@ mod tests {
         let directory = Path::new("/f");
         let erofs = System::Erofs.containerd(directory);
         assert!(erofs.contains("snapshotter = \"erofs\"\ndiffer = \"erofs\"") && !erofs.contains("proxy"), "{erofs}");
+        assert!(
+            erofs.ends_with("differ.v1.erofs\"]\nmkfs_options = [\"-T0\", \"--mkfs-time\", \"--sort=none\"]\n"),
+            "{erofs}"
+        );
+        assert!(!System::Overlayfs.containerd(directory).contains("mkfs_options"));
         let ours = System::Estargz.containerd(directory);
         assert!(ours.contains("snapshotter = \"ferry\"") && ours.contains("address = \"/f/s.sock\""), "{ours}");
         assert!(

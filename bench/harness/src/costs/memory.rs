@@ -9,7 +9,7 @@ use ferry_driver::walk::Walk;
 
 use super::{Size, TABLE};
 use crate::line::Line;
-use crate::procfs::kib;
+use crate::procfs::Family;
 use crate::rows::Config;
 use crate::server::{Peer, Programs, Server, Sharing};
 use crate::stats::Better;
@@ -97,19 +97,20 @@ impl Memory<'_> {
         let socket = self.work.join("run").join(format!("{}-memory", peer.name()));
         let sharing = Sharing { dir, socket, config: Config::AutoNoXattr, queues: None, cpus: self.cpus, logs: false };
         let server = Server::start(peer, self.programs, &sharing)?;
-        let [begun] = kib(server.pid(), ["VmRSS:"])?;
+        // A server that confines itself is several processes.
+        let family = || Family::of(server.started());
+        let [begun] = family().kib(["VmRSS:"])?;
         let start = Instant::now();
         let mut walk = Walk::over(server.socket())?;
         let took = start.elapsed().as_secs_f64() * 1000.0;
         let expected = self.size.directories * (DIR_FILES + 1);
-        ensure!(walk.met() == expected, "the walk met {} of {expected} inodes", walk.met());
-        let [rss, most] = kib(server.pid(), ["VmRSS:", "VmHWM:"])?;
-        let descriptors = || anyhow::Ok(std::fs::read_dir(format!("/proc/{}/fd", server.pid()))?.count() as f64);
-        let at_once = descriptors()?;
+        ensure!(walk.entries() == expected, "the walk found {} of {expected} entries", walk.entries());
+        let [rss, most] = family().kib(["VmRSS:", "VmHWM:"])?;
+        let at_once = family().descriptors()?;
         std::thread::sleep(LATER);
-        let later = descriptors()?;
+        let later = family().descriptors()?;
         walk.forget()?;
-        let [after] = kib(server.pid(), ["VmRSS:"])?;
+        let [after] = family().kib(["VmRSS:"])?;
         let each = (rss - begun) * 1024.0 / expected as f64;
         Ok([rss / 1024.0, most / 1024.0, each, at_once, later, after / 1024.0, took])
     }

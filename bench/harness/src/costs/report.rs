@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::memory::DIR_FILES;
-use super::start::{MEMORY, START_ROWS, WAKES};
+use super::start::{Kind, MEMORY, START_ROWS, WAKES};
 use super::{Size, TABLE};
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
@@ -32,17 +32,16 @@ pub fn targets(lines: &[Line]) -> Vec<Target> {
             row if row.starts_with(WAKES) => 0.0,
             _ => return None,
         };
-        Some(Target::at_most(format!("{}, {}", line.row, line.unit), line.ferry?, limit))
+        Some(Target::at_most(format!("{}, {}", line.row, line.unit), line.ferry, limit))
     };
-    let memory = lines
-        .iter()
-        .filter(|line| line.row.starts_with(MEMORY) || line.row.starts_with("memory: ") && line.unit != "ms");
-    let ratio =
-        |line: &Line| Some(Target::at_least(format!("{}: {PEER} : ferry", line.row), *line.ratio.get(PEER)?, 1.0));
+    // Of the idle servers only a share has a peer.
+    let has_peer = |line: &Line| line.row.starts_with(&format!("{MEMORY} of {}", Kind::Share.name()));
+    let memory =
+        lines.iter().filter(move |line| has_peer(line) || line.row.starts_with("memory: ") && line.unit != "ms");
+    let ratio = |line: &Line| Target::ratio(format!("{}: {PEER} : ferry", line.row), Some(line), PEER, 1.0);
     let metrics = lines.iter().filter(|line| line.row.starts_with("metrics: "));
     let cost = |line: &Line| {
-        let ratio = *line.ratio.get(UNCOUNTED)?;
-        Some(Target::at_least(format!("{}: ferry : {UNCOUNTED}", line.row), ratio, METRICS_RATIO_MIN))
+        Target::ratio(format!("{}: ferry : {UNCOUNTED}", line.row), Some(line), UNCOUNTED, METRICS_RATIO_MIN)
     };
     lines.iter().filter_map(most).chain(memory.filter_map(ratio)).chain(metrics.filter_map(cost)).collect()
 }
@@ -69,8 +68,8 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
          * `idle`: voluntary context switches of all threads of all processes in 5 s, eight seconds after the guest's last request; \
          RSS, and what no other process has mapped.\n\
          * `memory`: the native driver walks over {} empty files in {directories} directories on a tmpfs by READDIRPLUS, keeps \
-         all inodes for half a minute, and gives them back by BATCH_FORGET. Both servers remember files by file handles, and share memory with \
-         the driver, which counts, too.\n\
+         all inodes for half a minute, and gives them back by BATCH_FORGET. All processes of a server count. Both servers remember files by file handles, and share \
+         memory with the driver, which counts, too.\n\
          * `sandbox`: the native driver's loads, on `--sandbox none --seccomp none` as the peer.\n\
          * `metrics`: one such load, beside a server that does not count requests (FERRY_METRICS=off).\n\
          * `limits`: the native driver's reads without a limit; the peer has `--limit` at its maximum, which is never reached.\n\
@@ -82,7 +81,8 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
     figures(&mut out, lines);
     cpu_times(&mut out, lines);
     report::counts(&mut out, lines);
-    parts::shortfalls(&mut out, lines, |_| true);
+    // Each kind of row has a number of runs of its own.
+    parts::shortfalls(&mut out, lines, |_| true, |_| 0);
     out
 }
 

@@ -55,7 +55,7 @@ pub struct Starts<'a> {
 
 /// What serves whom.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+pub enum Kind {
     Share,
     Virtiofsd,
     Mount,
@@ -150,7 +150,8 @@ impl Waiting {
 }
 
 impl Kind {
-    fn name(self) -> &'static str {
+    /// Its name in rows.
+    pub fn name(self) -> &'static str {
         match self {
             Self::Share => "a share",
             Self::Virtiofsd => "virtiofsd",
@@ -381,7 +382,8 @@ mod tests {
     fn a_start_is_timed_from_its_program_on() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("ready");
-        let script = format!("touch '{}'; exec sleep 60", file.display());
+        // No second process, which could end while its page faults are read.
+        let script = format!(": >'{}'; exec sleep 60", file.display());
         let command = ["sh", "-c", &script].map(OsString::from);
         let waiting = Waiting::new(command.into(), &dir.path().join("log")).unwrap();
         std::thread::sleep(Duration::from_millis(20));

@@ -5,7 +5,7 @@ mod report;
 mod runner;
 mod systems;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
@@ -16,14 +16,16 @@ use self::runner::{Effort, Runner};
 use self::systems::System;
 use crate::cli::Cli;
 use crate::data::write_noise;
+use crate::line::Line;
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::rows::{self, Config, Row};
 use crate::server::Programs;
+use crate::target::Target;
 use crate::{earlier, fio, parts, session};
 
 /// The table's name.
-const TABLE: &str = "virtiofs-dax";
+pub const TABLE: &str = "virtiofs-dax";
 /// The size of each file. Those of all four jobs take three quarters of the window: from four fifths on the guest gives mappings
 /// back.
 const FILE_MIB: u64 = 48;
@@ -61,12 +63,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let mut runner = Runner::new(cache, programs, fio, files, format!("{first},{others}"), systems, effort);
     let lines = progress.measure(&rows, |row| row.name.clone(), &unknown, |row| runner.run(row))?;
     let verdict = crate::cli::verdict(&lines);
-    let all = rows::jobs();
     let configs = [Config::None, Config::Auto, Config::NoneDax].map(Config::name);
-    let order = all.iter().flat_map(|row| configs.map(|config| (row.name.clone(), config)));
+    let order = rows::jobs().into_iter().flat_map(|row| configs.map(|config| (row.name.clone(), config)));
     let lines = parts::join(&earlier, &lines, order);
-    let ran: Vec<Row> = all.into_iter().filter(|row| lines.iter().any(|line| line.row == row.name)).collect();
-    let targets = report::targets(&ran, &lines);
+    let targets = targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(directory) = directory {
         let guest_kernel = runner.kernel.clone().unwrap_or_else(|| "none ran".into());
@@ -74,6 +74,17 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         report::write(&directory, &lines, &machine, &targets)?;
     }
     Ok(verdict)
+}
+
+/// Writes the report of lines again.
+pub fn write_again(directory: &Path, lines: &[Line], machine: &Machine) -> Result<()> {
+    report::write(directory, lines, machine, &targets(lines))
+}
+
+/// What there is of the targets in the rows that these lines are about.
+fn targets(lines: &[Line]) -> Vec<Target> {
+    let has_run = |row: &Row| lines.iter().any(|line| line.row == row.name);
+    report::targets(&rows::jobs().into_iter().filter(has_run).collect::<Vec<_>>(), lines)
 }
 
 fn known_row(name: &str) -> Option<earlier::Row> {

@@ -13,6 +13,7 @@ use super::{Files, TABLE};
 use crate::line::{FERRY, Line};
 use crate::rows::{Job, Row, Work};
 use crate::server::Programs;
+use crate::time_limit::TimeLimit;
 use crate::trouble::Failures;
 
 /// How much of a reason is shown.
@@ -28,26 +29,16 @@ pub struct Effort {
     /// The most time of one run; one that is done with its files ends earlier.
     runtime: Duration,
     /// When no further row begins.
-    limit: Duration,
-    /// What to say then.
-    limit_reason: &'static str,
+    limit: TimeLimit,
 }
 
 impl Effort {
     /// The full run.
-    pub const FULL: Self = Self {
-        runs: 5,
-        runtime: Duration::from_millis(700),
-        limit: Duration::from_secs(24 * 60),
-        limit_reason: "the run had taken 24 minutes, as on a busy machine",
-    };
+    pub const FULL: Self =
+        Self { runs: 5, runtime: Duration::from_millis(700), limit: TimeLimit::Full(Duration::from_secs(24 * 60)) };
     /// The quick one: under five minutes, whatever happens.
-    pub const QUICK: Self = Self {
-        runs: 2,
-        runtime: Duration::from_millis(400),
-        limit: Duration::from_secs(240),
-        limit_reason: "the time of --quick was over",
-    };
+    pub const QUICK: Self =
+        Self { runs: 2, runtime: Duration::from_millis(400), limit: TimeLimit::Quick(Duration::from_secs(240)) };
 }
 
 /// Runs of a row, by system.
@@ -103,20 +94,22 @@ impl Runner {
     /// Runs a row, and makes a line for each of our configurations.
     pub fn run(&mut self, row: &Row) -> Vec<Line> {
         let Work::Fio(job) = row.work else { return Vec::new() };
-        let late = self.started.elapsed() > self.effort.limit;
+        let late = self.effort.limit.is_over(self.started);
         let mut samples = Samples::new();
         self.trouble.begin_row();
         for _ in 0..if late { 0 } else { self.effort.runs } {
             let able: Vec<System> =
                 self.systems.iter().copied().filter(|system| self.trouble.is_able(*system)).collect();
-            let found = self.turn(job, &able).unwrap_or_else(|error| {
+            let began = Instant::now();
+            // All run in one command, where a system that fails does so at once.
+            let (found, took) = self.turn(job, &able).map(|found| (found, Duration::ZERO)).unwrap_or_else(|error| {
                 let reason = short(&error);
-                able.iter().map(|system| (*system, Err(anyhow!("{reason}")))).collect()
+                (able.iter().map(|system| (*system, Err(anyhow!("{reason}")))).collect(), began.elapsed())
             });
             for (system, rate) in found {
                 match rate {
                     Ok(rate) => samples.entry(system).or_default().push(rate),
-                    Err(error) => self.trouble.note(system, short(&error)),
+                    Err(error) => self.trouble.note(system, short(&error), took),
                 }
             }
         }
@@ -162,7 +155,7 @@ impl Runner {
         let rates = samples.iter().filter_map(|(system, rates)| Some((named(*system)?, rates.clone())));
         line.fill(&rates.collect());
         if late {
-            line.skip(self.effort.limit_reason);
+            self.effort.limit.tell(&mut line);
         }
         for &system in &self.systems {
             let reason = self.trouble.reason(system, self.effort.runs);

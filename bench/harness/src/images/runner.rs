@@ -60,9 +60,18 @@ impl Effort {
         developer_files: 40_000,
         large_mib: 512,
         runs: 7,
-        builds: 3,
+        builds: 5,
         step_limit: Duration::from_secs(240),
     };
+    /// How often each system runs in a step.
+    pub fn runs_of(&self, work: Work) -> usize {
+        match work {
+            Work::Build => self.builds,
+            Work::Size => 1,
+            _ => self.runs,
+        }
+    }
+
     /// The quick one.
     pub const QUICK: Self = Self {
         files: 10_000,
@@ -189,13 +198,16 @@ impl Runner {
                 if !self.trouble.is_able(builder.name()) {
                     continue;
                 }
+                let began = Instant::now();
                 match self.build(Kind::Root, builder) {
                     Ok(times) => {
                         for (figure, time) in [Figure::Build, Figure::BuildSynced].into_iter().zip(times) {
                             samples.entry((figure, builder.name())).or_default().push(time);
                         }
                     }
-                    Err(error) => self.trouble.note(builder.name(), format!("{}: {error:#}", builder.name())),
+                    Err(error) => {
+                        self.trouble.note(builder.name(), format!("{}: {error:#}", builder.name()), began.elapsed());
+                    }
                 }
             }
         }
@@ -221,6 +233,7 @@ impl Runner {
     fn sizes(&mut self, wanted: &impl Fn(&str) -> bool) -> Samples {
         let mut samples = Samples::new();
         for builder in BUILDERS.into_iter().filter(|builder| is_wanted(*builder, wanted)) {
+            let began = Instant::now();
             match self.made(Kind::Root, builder).and_then(|made| made.bytes()) {
                 Ok((image, whole)) => {
                     // With all data in it, the image's own size says nothing about metadata.
@@ -229,7 +242,9 @@ impl Runner {
                     }
                     samples.insert((Figure::Whole, builder.name()), vec![megabytes(whole)]);
                 }
-                Err(error) => self.trouble.note(builder.name(), format!("{}: {error:#}", builder.name())),
+                Err(error) => {
+                    self.trouble.note(builder.name(), format!("{}: {error:#}", builder.name()), began.elapsed());
+                }
             }
         }
         samples
@@ -244,11 +259,14 @@ impl Runner {
                 if !self.trouble.is_able(system.name()) {
                     continue;
                 }
+                let began = Instant::now();
                 match self.sample(work, system) {
                     Ok(found) => found
                         .into_iter()
                         .for_each(|(figure, value)| samples.entry((figure, system.name())).or_default().push(value)),
-                    Err(error) => self.trouble.note(system.name(), format!("{}: {error:#}", system.name())),
+                    Err(error) => {
+                        self.trouble.note(system.name(), format!("{}: {error:#}", system.name()), began.elapsed());
+                    }
                 }
             }
         }
@@ -369,7 +387,7 @@ impl Runner {
                     line.also.insert("mount_ms".into(), medians.collect());
                 }
                 for (system, name) in &names {
-                    if let Some(reason) = self.trouble.reason(system, self.effort.runs) {
+                    if let Some(reason) = self.trouble.reason(system, self.effort.runs_of(work)) {
                         if name == FERRY { line.fail(&reason) } else { line.skip(&reason) }
                     }
                 }

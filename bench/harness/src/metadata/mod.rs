@@ -15,6 +15,7 @@ use crate::progress::Progress;
 use crate::rows::{self, Row, Task, Work};
 use crate::server::Peer;
 use crate::session::place;
+use crate::time_limit::TimeLimit;
 use crate::virtiofs::{Effort, Runner};
 use crate::{earlier, parts};
 
@@ -24,7 +25,7 @@ const TABLE: &str = "metadata";
 /// The full run: unpacking takes virtiofsd a minute or two.
 const FULL: Effort = Effort {
     timeout: Duration::from_secs(400),
-    limit: Some(Duration::from_secs(40 * 60)),
+    limit: Some(TimeLimit::Full(Duration::from_secs(40 * 60))),
     count_tasks: true,
     ..Effort::FULL
 };

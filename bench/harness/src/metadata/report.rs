@@ -9,8 +9,8 @@ use super::TABLE;
 use crate::data::LargeTrees;
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
-use crate::target::{self, Target};
-use crate::{chart, parts, stats};
+use crate::target::{self, RowFigures, Target};
+use crate::{chart, parts, rows};
 
 /// The peer.
 const PEER: &str = "virtiofsd";
@@ -19,16 +19,13 @@ const RATIO: f64 = 1.5;
 /// Requests of a kind that are fewer than one for so many files are not shown by name.
 const SHOWN_PART: u64 = 1000;
 
-/// What was to be reached, of the rows that ran.
+/// What was to be reached, of the rows that this run has.
 pub fn targets(lines: &[Line]) -> Vec<Target> {
-    let ratios: Vec<(&Line, f64)> = lines.iter().filter_map(|line| Some((line, *line.ratio.get(PEER)?))).collect();
-    let each = ratios.iter().map(|(line, ratio)| {
-        Target::at_least(format!("{} ({}): ferry : {PEER}", line.row, line.config), *ratio, RATIO)
-    });
-    let mut targets: Vec<Target> = each.collect();
-    let mean = stats::geometric_mean(ratios.iter().map(|(_, ratio)| *ratio));
-    targets.extend(mean.map(|mean| Target::at_least(format!("geometric mean ({})", ratios.len()), mean, RATIO)));
-    targets
+    let target =
+        |line: &Line| Target::ratio(format!("{} ({}): ferry : {PEER}", line.row, line.config), Some(line), PEER, RATIO);
+    let rows = rows::large().into_iter().map(|row| parts::find(lines, &row.name, row.config.name()));
+    let mean = RowFigures::ratios(rows, PEER).mean(&format!("ferry : {PEER}"), RATIO);
+    lines.iter().filter_map(target).chain(mean).collect()
 }
 
 /// Writes the report into a directory.
@@ -38,7 +35,7 @@ pub fn write(directory: &Path, lines: &[Line], machine: &Machine, targets: &[Tar
 
 fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], trees: LargeTrees) -> String {
     let mut out = String::from("# Large trees: Ferry beside virtiofsd\n\n");
-    let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
+    let runs = parts::most_runs(lines);
     let Machine { cpu, cpus, kernel, file_system, guest_kernel, virtiofsd, ferry, command, date, .. } = machine;
     let LargeTrees { repo_dirs, packages } = trees;
     let parts = if command.contains(" --add") { ", the last of several parts" } else { "" };
@@ -62,7 +59,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], trees: LargeT
     out.push_str("![How many times better Ferry is, row by row](metadata.svg)\n\n");
     figures(&mut out, lines);
     requests(&mut out, lines);
-    parts::shortfalls(&mut out, lines, |_| true);
+    parts::shortfalls(&mut out, lines, |_| true, |_| parts::most_runs(lines));
     out
 }
 
@@ -100,7 +97,7 @@ fn requests(out: &mut String, lines: &[Line]) {
 mod tests {
     use super::*;
     use crate::line::Requests;
-    use crate::rows::{self, Row};
+    use crate::rows::Row;
 
     #[test]
     fn shows_times_and_requests() {

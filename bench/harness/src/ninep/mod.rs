@@ -20,10 +20,11 @@ use crate::cli::Cli;
 use crate::data::{NATIVE_BYTES, NATIVE_FILE, write_noise};
 use crate::line::{Counts, FERRY, Line};
 use crate::machine::Machine;
+use crate::parts::find;
 use crate::progress::Progress;
 use crate::server::Server;
 use crate::stats::{self, Better};
-use crate::target::{self, Target};
+use crate::target::{self, RowFigures, Target};
 use crate::trouble::Failures;
 use crate::{chart, parts, session, v9fs};
 
@@ -257,9 +258,10 @@ impl Runner<'_> {
                 .filter(|system| self.failures.is_able((row.transport, *system)))
                 .collect::<Vec<_>>()
             {
+                let began = Instant::now();
                 match self.rate(row, system) {
                     Ok(rate) => samples.entry(system).or_default().push(rate),
-                    Err(error) => self.failures.note((row.transport, system), format!("{error:#}")),
+                    Err(error) => self.failures.note((row.transport, system), format!("{error:#}"), began.elapsed()),
                 }
             }
         }
@@ -321,28 +323,28 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(directory) = cli.results() {
         let machine = Machine { command: crate::cli::command(), ..machine };
-        parts::save(
-            &directory,
-            TABLE,
-            &lines,
-            &markdown(&lines, &machine, effort, &targets),
-            &chart::svg(&lines, "diod"),
-        )?;
+        write(&directory, &lines, &machine, effort, &targets)?;
     }
     Ok(crate::cli::verdict(&lines))
 }
 
+/// Writes the report of a full run into a directory.
+pub fn write_full(directory: &Path, lines: &[Line], machine: &Machine) -> Result<()> {
+    write(directory, lines, machine, Effort::FULL, &targets(lines))
+}
+
+fn write(directory: &Path, lines: &[Line], machine: &Machine, effort: Effort, targets: &[Target]) -> Result<()> {
+    parts::save(directory, TABLE, lines, &markdown(lines, machine, effort, targets), &chart::svg(lines, "diod"))
+}
+
 /// What there is of the targets in these lines.
 fn targets(lines: &[Line]) -> Vec<Target> {
-    let mut targets = Vec::new();
-    for (depth, limit) in [(1, 2.0), (16, 4.0)] {
-        let of = |line: &&Line| line.row.ends_with(&format!(" depth {depth}"));
-        let ratios = lines.iter().filter(of).filter_map(|line| line.ratio.get("diod").copied());
-        if let Some(mean) = stats::geometric_mean(ratios) {
-            targets.push(Target::at_least(format!("depth {depth}: diod, geometric mean"), mean, limit));
-        }
-    }
-    targets
+    let of = |(depth, limit): (u16, f64)| {
+        let rows = rows().into_iter().filter(move |row| row.depth == depth);
+        let ratios = RowFigures::ratios(rows.map(|row| find(lines, &row.title(), row.transport.name())), "diod");
+        ratios.targets(&format!("depth {depth}: ferry : diod"), limit).collect::<Vec<_>>()
+    };
+    [(1, 2.0), (16, 4.0)].into_iter().flat_map(of).collect()
 }
 
 fn markdown(lines: &[Line], machine: &Machine, effort: Effort, targets: &[Target]) -> String {
@@ -384,7 +386,7 @@ fn markdown(lines: &[Line], machine: &Machine, effort: Effort, targets: &[Target
         let sleeps = of(&|name| counted(name)?.wakeups_per_request);
         let _ = writeln!(out, "| {} | {} | {calls} | {sleeps} | {} |", line.row, line.config, of(&replies));
     }
-    parts::shortfalls(&mut out, lines, |_| true);
+    parts::shortfalls(&mut out, lines, |_| true, |_| parts::most_runs(lines));
     out
 }
 
@@ -404,8 +406,10 @@ mod tests {
         assert_eq!(
             said,
             [
-                "depth 1: diod, geometric mean: 3.00 (target: at least 2: reached)",
-                "depth 16: diod, geometric mean: 3.00 (target: at least 4: missed)"
+                "depth 1: ferry : diod, geometric mean of 10 of 10 rows: 3.00 (target: at least 2: reached)",
+                "depth 1: ferry : diod, least of 10 of 10 rows: 3.00 (target: at least 2: reached)",
+                "depth 16: ferry : diod, geometric mean of 10 of 10 rows: 3.00 (target: at least 4: missed)",
+                "depth 16: ferry : diod, least of 10 of 10 rows: 3.00 (target: at least 4: missed)"
             ]
         );
         let text = markdown(&lines, &Machine::default(), Effort::QUICK, &targets(&lines));

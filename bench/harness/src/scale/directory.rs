@@ -162,7 +162,7 @@ fn walk(place: &Place, tmpfs: &Tmpfs, files: u64) -> Result<Vec<f64>> {
     let mut walk = Walk::over(server.socket())?;
     let walked = us_each(begin, files);
     let expected = usize::try_from(files + files.div_ceil(DIR_FILES))?;
-    ensure!(walk.met() == expected, "the walk met {} of {expected} inodes", walk.met());
+    ensure!(walk.entries() == expected, "the walk found {} of {expected} entries", walk.entries());
     let [after] = kib(server.pid(), ["VmRSS:"])?;
 
     let driver = walk.driver();

@@ -66,7 +66,7 @@ fn measure(place: &Place, tmpfs: &Tmpfs, files: u64) -> Result<Vec<f64>> {
     let walk = Walk::over(server.socket())?;
     let walked = us_each(begin, files);
     let expected = usize::try_from(files + files.div_ceil(DIR_FILES))?;
-    ensure!(walk.met() == expected, "the walk met {} of {expected} inodes", walk.met());
+    ensure!(walk.entries() == expected, "the walk found {} of {expected} entries", walk.entries());
     drop((walk, server));
 
     let timed = |words: &[&str]| {

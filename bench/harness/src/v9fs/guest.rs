@@ -1,6 +1,6 @@
 //! Guests whose kernel is the client: User-mode Linux by TCP, QEMU by virtio.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::path::Path;
@@ -12,7 +12,7 @@ use ferry_guest::{Cache, Device, Guest, Kind, Tap};
 use super::fio::{self, Job, Sample};
 use super::messages::Messages;
 use super::place::{Cpus, Files, Route, TcpServers, file_name, root_server};
-use super::rows::{Place, Step};
+use super::rows::{self, Place, Step};
 use super::systems::{self, Cache as Caching, Programs, Server, System};
 use crate::agent::Agent;
 use crate::blk::systems::comma_doubled;
@@ -26,6 +26,11 @@ const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 const MOUNTS: &str = "/run/bench";
 /// Caches of files, names and inodes.
 const DROP_CACHES: &str = "echo 3 >/proc/sys/vm/drop_caches";
+/// Where our server is in a guest of its own, and what it shares there: memory.
+const UNIX_SOCKET: &str = "/run/9p.s";
+const UNIX_SHARE: &str = "/run/9p";
+/// How often it is looked, each fifth of a second, whether that server listens.
+const SERVER_LOOKS: u32 = 75;
 /// What Debian's User-mode Linux has as modules for 9P.
 const UML_MODULES: [&str; 4] = ["fs/netfs/netfs", "net/9p/9pnet", "net/9p/9pnet_fd", "fs/9p/9p"];
 
@@ -36,15 +41,17 @@ enum GuestTransport {
     Tcp { servers: Box<TcpServers>, _tap: Tap },
     /// Our server as devices, or why they are not there.
     Virtio(Result<Vec<Process>, String>),
+    /// Our server in the guest, at a unix socket.
+    Unix,
 }
 
 /// A guest. It goes before its servers.
 #[derive(Debug)]
 pub struct V9fsGuest {
     agent: Agent,
-    reach: GuestTransport,
+    transport: GuestTransport,
     /// Of its root and its disk.
-    others: Vec<Process>,
+    servers: Vec<Process>,
     /// Whether it has the disk, or why not.
     disk: Result<(), String>,
     mounted: BTreeMap<(System, Route), String>,
@@ -57,20 +64,22 @@ impl V9fsGuest {
     pub fn boot(place: Place, cache: &Cache, programs: &Programs, files: &Files, cpus: &Cpus) -> Result<Self> {
         let mut guest = Guest::new(cache.clone(), [""; 0]);
         guest.memory_mib = GUEST_MIB;
-        let (reach, others, disk, prepare) = match place {
+        let setup = match place {
             Place::Qemu => virtio(&mut guest, programs, files, cpus)?,
-            _ => tcp(&mut guest, cache, programs, files, cpus)?,
+            Place::UmlUnix => unix(&mut guest, cache, programs, files, cpus)?,
+            Place::Host | Place::Uml => tcp(&mut guest, cache, programs, files, cpus)?,
         };
         let agent = Agent::start(guest, &files.directory.join("guest.log"))?;
-        let mut guest = Self { agent, reach, others, disk, mounted: BTreeMap::new(), kernel: String::new() };
+        let GuestSetup { transport, servers, disk, prepare } = setup;
+        let mut guest = Self { agent, transport, servers, disk, mounted: BTreeMap::new(), kernel: String::new() };
         guest.run(&prepare)?;
         guest.kernel = guest.run("uname -r")?.trim().to_owned();
         Ok(guest)
     }
 
     fn run(&mut self, line: &str) -> Result<String> {
-        let others = &mut self.others;
-        let done = self.agent.run(line, COMMAND_TIMEOUT, &mut || others.iter_mut().all(Process::is_alive))?;
+        let servers = &mut self.servers;
+        let done = self.agent.run(line, COMMAND_TIMEOUT, &mut || servers.iter_mut().all(Process::is_alive))?;
         Ok(done.output)
     }
 
@@ -83,7 +92,7 @@ impl V9fsGuest {
         dir: &str,
         share: &Path,
     ) -> Result<String> {
-        match (system, &mut self.reach) {
+        match (system, &mut self.transport) {
             (System::VirtioBlk, _) => {
                 self.disk.as_ref().map_err(|reason| anyhow!("{reason}"))?;
                 let (mib, file) = (fio::FILE_MIB, file_name(system));
@@ -99,9 +108,15 @@ impl V9fsGuest {
             }
             (System::Client(way), GuestTransport::Tcp { servers, .. }) => {
                 let address = servers.address(Server::Ferry, route)?;
-                let words = systems::client(programs, way, address, Path::new(dir));
-                Ok(words.iter().map(|word| shell_word(Path::new(word))).collect::<Vec<_>>().join(" "))
+                Ok(shell_line(&systems::client(programs, way, &format!("tcp:{address}"), Path::new(dir))))
             }
+            (System::Kernel(Server::Ferry, cache), GuestTransport::Unix) => {
+                Ok(systems::unix_mount(cache, UNIX_SOCKET, dir))
+            }
+            (System::Client(way), GuestTransport::Unix) => {
+                Ok(shell_line(&systems::client(programs, way, &format!("unix:{UNIX_SOCKET}"), Path::new(dir))))
+            }
+            (System::Kernel(..), GuestTransport::Unix) => Err(anyhow!("only ferry serves in the guest")),
             (System::Kernel(Server::Ferry, cache), GuestTransport::Virtio(device)) => {
                 device.as_ref().map_err(|reason| anyhow!("{reason}"))?;
                 Ok(systems::virtio_mount(cache, Server::Ferry, dir))
@@ -164,19 +179,22 @@ impl V9fsGuest {
             self.run(&before)?;
         }
         let server = if let System::Kernel(server, _) = system { server } else { Server::Ferry };
-        self.take(server)?;
+        self.take_messages(server)?;
         let output = self.run(&load(&programs.fio, step, std::slice::from_ref(&job), runtime))?;
-        Ok((fio::parse(step, &job.name, &output)?, self.take(server)?))
+        Ok((fio::parse(step, &job.name, &output)?, self.take_messages(server)?))
     }
 
-    fn take(&self, server: Server) -> Result<Messages> {
-        let link = if let GuestTransport::Tcp { servers, .. } = &self.reach { servers.counting(server) } else { None };
-        link.and_then(super::link::Link::take).ok_or_else(|| anyhow!("nothing counts its messages"))
+    fn take_messages(&self, server: Server) -> Result<Messages> {
+        let GuestTransport::Tcp { servers, .. } = &self.transport else {
+            return Err(anyhow!("messages are counted by TCP only"));
+        };
+        let messages = servers.counting(server).and_then(super::link::Link::take);
+        messages.ok_or_else(|| anyhow!("no message counter for the server {server:?}"))
     }
 
     /// See [`TcpServers::last_words`].
     pub fn last_words(&mut self) -> String {
-        match &mut self.reach {
+        match &mut self.transport {
             GuestTransport::Tcp { servers, .. } => servers.last_words(),
             GuestTransport::Virtio(Ok(devices)) => {
                 let dead = devices.iter_mut().filter_map(|device| {
@@ -185,7 +203,7 @@ impl V9fsGuest {
                 });
                 dead.collect::<Vec<_>>().join("; ")
             }
-            GuestTransport::Virtio(Err(_)) => String::new(),
+            GuestTransport::Virtio(Err(_)) | GuestTransport::Unix => String::new(),
         }
     }
 }
@@ -200,11 +218,34 @@ fn load(program: &Path, step: Step, jobs: &[Job], runtime: Duration) -> String {
     line
 }
 
-/// How a guest reaches servers, what else it has, whether it has the disk, and the line that prepares it.
-type Equipped = (GuestTransport, Vec<Process>, Result<(), String>, String);
+/// A command as a line of shell.
+fn shell_line(words: &[OsString]) -> String {
+    words.iter().map(|word| shell_word(Path::new(word))).collect::<Vec<_>>().join(" ")
+}
 
-/// Equips a User-mode Linux guest: a tap device, our disk.
-fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpus: &Cpus) -> Result<Equipped> {
+/// What a guest is to have.
+struct GuestSetup {
+    transport: GuestTransport,
+    /// Servers of its root and its disk.
+    servers: Vec<Process>,
+    /// Whether it has the disk, or why not.
+    disk: Result<(), String>,
+    /// The line of shell that prepares it.
+    prepare: String,
+}
+
+/// The line of shell that loads what Debian's User-mode Linux has as modules.
+fn load_modules(cache: &Cache) -> Result<String> {
+    let directory = cache.uml()?.modules.canonicalize()?;
+    let modules = UML_MODULES.map(|module| {
+        let module = shell_word(&directory.join(format!("kernel/{module}.ko")));
+        format!("/run/ferry/busybox insmod {module}")
+    });
+    Ok(modules.join(" && "))
+}
+
+/// A User-mode Linux guest with a tap device and our disk.
+fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpus: &Cpus) -> Result<GuestSetup> {
     let tap = Tap::new()?;
     let servers = TcpServers::start(tap.host().parse()?, Some(tap.guest().parse()?), programs, files, &cpus.servers)?;
     guest.host_cpu = Some(cpus.guest);
@@ -215,23 +256,37 @@ fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpu
         command.extend([file.into(), "--vhost-user".into(), socket.clone().into()]);
         Process::spawn("ferry disk", &socket, &cpus.servers, command).map_err(|error| format!("{error:#}"))
     });
-    let mut others = Vec::new();
+    let mut disk_servers = Vec::new();
     let disk = disk.map(|disk| {
         guest.devices.push(Device::block(disk.socket()));
-        others.push(disk);
+        disk_servers.push(disk);
     });
-    let directory = cache.uml()?.modules.canonicalize()?;
-    let mut prepare = String::from("set -e; b=/run/ferry/busybox; ");
-    for module in UML_MODULES {
-        let module = shell_word(&directory.join(format!("kernel/{module}.ko")));
-        let _ = write!(prepare, "$b insmod {module}; ");
-    }
-    let _ = write!(prepare, "$b ip addr add {}/30 dev vec0; $b ip link set vec0 up; set +e", tap.guest());
-    Ok((GuestTransport::Tcp { servers: Box::new(servers), _tap: tap }, others, disk, prepare))
+    let (modules, ip) = (load_modules(cache)?, "/run/ferry/busybox ip");
+    let prepare = format!("{modules} && {ip} addr add {}/30 dev vec0 && {ip} link set vec0 up", tap.guest());
+    let transport = GuestTransport::Tcp { servers: Box::new(servers), _tap: tap };
+    Ok(GuestSetup { transport, servers: disk_servers, disk, prepare })
 }
 
-/// Equips a QEMU guest: our device, QEMU's own, QEMU's disk.
-fn virtio(guest: &mut Guest, programs: &Programs, files: &Files, cpus: &Cpus) -> Result<Equipped> {
+/// A User-mode Linux guest with our server in it. A guest shares no unix socket with its host.
+fn unix(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpus: &Cpus) -> Result<GuestSetup> {
+    guest.host_cpu = Some(cpus.guest);
+    let systems = rows::all().into_iter().filter(|step| step.place == Place::UmlUnix).flat_map(Step::systems);
+    let names: BTreeSet<String> = systems.map(file_name).collect();
+    let copies: Vec<String> = names.iter().map(|name| shell_word(&files.share.join(name))).collect();
+    let prepare = format!(
+        "{} && mkdir -p {UNIX_SHARE} && cp {} {UNIX_SHARE} && {{ {} >/run/9p.log 2>&1 & }} && \
+         for i in $(seq {SERVER_LOOKS}); do [ -S {UNIX_SOCKET} ] && break; sleep 0.2; done; \
+         [ -S {UNIX_SOCKET} ] || {{ cat /run/9p.log; false; }}",
+        load_modules(cache)?,
+        copies.join(" "),
+        shell_line(&systems::ferry_unix_server(programs, Path::new(UNIX_SHARE), UNIX_SOCKET)),
+    );
+    let disk = Err("the disk has no part in these rows".into());
+    Ok(GuestSetup { transport: GuestTransport::Unix, servers: Vec::new(), disk, prepare })
+}
+
+/// A QEMU guest with our device, QEMU's own, and QEMU's disk.
+fn virtio(guest: &mut Guest, programs: &Programs, files: &Files, cpus: &Cpus) -> Result<GuestSetup> {
     let root = root_server(programs, &files.directory, &cpus.all)?;
     guest.kind = Kind::Qemu { cpus: 2, root: Some(server::TAG.into()) };
     guest.devices = vec![Device::fs(root.socket(), server::TAG)];
@@ -261,5 +316,6 @@ fn virtio(guest: &mut Guest, programs: &Programs, files: &Files, cpus: &Cpus) ->
         words.extend(["-device".into(), "virtio-blk-pci,drive=disk,iothread=disk".into()]);
     }
     guest.qemu_args = words.into_iter().map(OsString::from).collect();
-    Ok((GuestTransport::Virtio(devices), vec![root], files.disk.clone().map(|_| ()), "true".into()))
+    let disk = files.disk.clone().map(|_| ());
+    Ok(GuestSetup { transport: GuestTransport::Virtio(devices), servers: vec![root], disk, prepare: "true".into() })
 }

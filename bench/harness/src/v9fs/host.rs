@@ -41,7 +41,7 @@ impl Host {
         let System::Client(way) = system else { bail!("{} does not run on this host", system.full_name()) };
         let address = self.servers.address(Server::Ferry, route)?;
         let dir = files.directory.join(system.full_name());
-        let mut command = systems::client(programs, way, address, &dir);
+        let mut command = systems::client(programs, way, &format!("tcp:{address}"), &dir);
         command.push("--foreground".into());
         let mounted = Mounted::new(dir, Some(command))?;
         let job = Job {

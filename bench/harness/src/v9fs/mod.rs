@@ -137,7 +137,7 @@ mod tests {
     fn a_repeated_run_replaces_the_earlier_one() {
         let line = |row: &str, config: &str, value: f64| {
             let mut line = crate::line::Line::new(TABLE, row.into(), config, UNIT, Better::Higher);
-            line.ferry = Some(value);
+            (line.ferry, line.n) = (Some(value), 1);
             line
         };
         let earlier = [line("uml read 4K", "v9fs-loose", 5.0), line("read 4K", "pipelined", 6.0)];

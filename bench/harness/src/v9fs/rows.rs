@@ -12,8 +12,10 @@ const DELAYS_MS: [u64; 3] = [0, 1, 10];
 pub enum Place {
     /// This host.
     Host,
-    /// A User-mode Linux guest.
+    /// A User-mode Linux guest, by TCP.
     Uml,
+    /// The same by a unix socket, with the server in the guest.
+    UmlUnix,
     /// A QEMU guest.
     Qemu,
 }
@@ -24,6 +26,7 @@ impl Place {
         match self {
             Self::Host => "",
             Self::Uml => "uml ",
+            Self::UmlUnix => "uml unix ",
             Self::Qemu => "qemu ",
         }
     }
@@ -33,6 +36,9 @@ impl Place {
         let (guest, why) = match self {
             Self::Host => return None,
             Self::Uml => ("User-mode Linux", "where a system call takes tens of microseconds"),
+            Self::UmlUnix => {
+                ("User-mode Linux", "with the server in the guest, whose one CPU it shares with the client")
+            }
             Self::Qemu => ("a QEMU guest", "which TCG emulates"),
         };
         let kernel = kernel.map_or(String::new(), |kernel| format!(" (Linux {kernel})"));
@@ -75,25 +81,27 @@ impl Step {
             Place::Uml => {
                 [&[System::Client(Way::Pipelined)][..], &kernel(Server::Ferry), &kernel(Server::Diod)].concat()
             }
+            Place::UmlUnix => [&[System::Client(Way::Pipelined)][..], &kernel(Server::Ferry)].concat(),
             Place::Qemu => [kernel(Server::Ferry), kernel(Server::Qemu)].concat(),
         };
-        if self.place != Place::Host && self.delay_ms == 0 {
+        if matches!(self.place, Place::Uml | Place::Qemu) && self.delay_ms == 0 {
             systems.push(System::VirtioBlk);
         }
         systems
     }
 
-    /// Whether messages are counted: wherever there is a socket between client and server. What the link costs in time
-    /// does not matter to the number of messages.
+    /// Whether messages are counted: wherever client and server are joined by TCP. What the link costs in time does not
+    /// matter to the number of messages.
     pub fn is_counted(self) -> bool {
-        self.place != Place::Qemu && self.delay_ms == 0
+        matches!(self.place, Place::Host | Place::Uml) && self.delay_ms == 0
     }
 }
 
 /// All, in the order in which they run.
 pub fn all() -> Vec<Step> {
     let places = DELAYS_MS.map(|delay_ms| (Place::Host, delay_ms)).into_iter();
-    let places = places.chain(DELAYS_MS.map(|delay_ms| (Place::Uml, delay_ms))).chain([(Place::Qemu, 0)]);
+    let places =
+        places.chain(DELAYS_MS.map(|delay_ms| (Place::Uml, delay_ms))).chain([(Place::UmlUnix, 0), (Place::Qemu, 0)]);
     let patterns = [(false, LARGE_BYTES), (false, PAGE_BYTES), (true, LARGE_BYTES), (true, PAGE_BYTES)];
     let patterns =
         move || patterns.into_iter().flat_map(|(random, block)| [true, false].map(|write| (random, block, write)));
@@ -113,14 +121,14 @@ mod tests {
     #[test]
     fn names_are_unique_and_have_the_published_ones() {
         let mut names: Vec<_> = all().into_iter().map(Step::name).collect();
-        assert_eq!(names.len(), 8 * 7);
+        assert_eq!(names.len(), 8 * 8);
         for row in super::super::report::published() {
             assert!(names.contains(&row.name), "{}", row.name);
         }
-        assert!(names.contains(&"uml random write 4K 10 ms".into()));
+        assert!(names.contains(&"uml random write 4K 10 ms".into()) && names.contains(&"uml unix write 4K".into()));
         names.sort();
         names.dedup();
-        assert_eq!(names.len(), 8 * 7);
+        assert_eq!(names.len(), 8 * 8);
     }
 
     #[test]

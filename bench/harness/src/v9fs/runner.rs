@@ -16,6 +16,7 @@ use super::systems::{Programs, System};
 use super::{TABLE, UNIT};
 use crate::line::{FERRY, Line, MessageCounts};
 use crate::stats::{self, Better};
+use crate::time_limit::TimeLimit;
 use crate::trouble::Failures;
 
 /// How long each thing takes.
@@ -28,9 +29,7 @@ pub struct Effort {
     /// The most time of a run that counts messages.
     pub counting: Duration,
     /// When no further row begins.
-    pub limit: Duration,
-    /// What to say then.
-    pub limit_reason: &'static str,
+    pub limit: TimeLimit,
 }
 
 impl Effort {
@@ -39,16 +38,14 @@ impl Effort {
         runs: 5,
         runtime: Duration::from_millis(500),
         counting: Duration::from_millis(500),
-        limit: Duration::from_secs(24 * 60),
-        limit_reason: "the run had taken 24 minutes, as on a busy machine",
+        limit: TimeLimit::Full(Duration::from_secs(30 * 60)),
     };
     /// The quick one: under five minutes, whatever happens.
     pub const QUICK: Self = Self {
         runs: 2,
         runtime: Duration::from_millis(300),
         counting: Duration::from_millis(300),
-        limit: Duration::from_secs(260),
-        limit_reason: "the time of --quick was over",
+        limit: TimeLimit::Quick(Duration::from_secs(260)),
     };
 }
 
@@ -97,16 +94,16 @@ impl Runner {
 
     /// Runs a row, and makes a line for each of our configurations.
     pub fn run(&mut self, step: Step, systems: &[System]) -> Vec<Line> {
-        let late = self.started.elapsed() > self.effort.limit;
+        let late = self.effort.limit.is_over(self.started);
         let mut samples = Samples::new();
         self.trouble.begin_row();
         for _ in 0..if late { 0 } else { self.effort.runs } {
             let able = systems.iter().copied().filter(|system| self.trouble.is_able((step.place, *system)));
             let able: Vec<System> = able.collect();
-            for (system, sample) in self.turn(step, &able) {
+            for (system, sample, took) in self.turn(step, &able) {
                 match sample {
                     Ok(sample) => samples.entry(system).or_default().push(sample.rate),
-                    Err(error) => self.trouble.note((step.place, system), format!("{error:#}")),
+                    Err(error) => self.trouble.note((step.place, system), format!("{error:#}"), took),
                 }
             }
         }
@@ -117,7 +114,7 @@ impl Runner {
             let kernel = self.kernels.get(&step.place).map(String::as_str);
             let mut line = line(step, ours, kernel, &samples, &counted);
             if late {
-                line.skip(self.effort.limit_reason);
+                self.effort.limit.tell(&mut line);
             }
             self.explain(step.place, ours, systems, &mut line);
             lines.push(line);
@@ -125,30 +122,38 @@ impl Runner {
         lines
     }
 
-    /// One run of each able system.
-    fn turn(&mut self, step: Step, able: &[System]) -> Vec<(System, Result<Sample>)> {
-        let route = Route::delayed(step.delay_ms);
+    /// One run of each able system, and how long a failure took. All systems of a guest run in one command, where those that
+    /// fail do so at once.
+    fn turn(&mut self, step: Step, able: &[System]) -> Vec<(System, Result<Sample>, Duration)> {
+        let (route, began) = (Route::delayed(step.delay_ms), Instant::now());
+        let all_failed = |error: &anyhow::Error| {
+            let (reason, took) = (format!("{error:#}"), began.elapsed());
+            able.iter().map(|system| (*system, Err(anyhow!("{reason}")), took)).collect()
+        };
         if let Err(error) = self.go_to(step.place) {
-            let reason = format!("{error:#}");
-            return able.iter().map(|system| (*system, Err(anyhow!("{reason}")))).collect();
+            return all_failed(&error);
         }
         let (programs, files, runtime) = (&self.programs, &self.files, self.effort.runtime);
         match &mut self.side {
             Some((_, Ok(Side::Host(host)))) => {
                 let run = |&system: &System| {
+                    let began = Instant::now();
                     let found = host.fio(programs, files, (step, system, route), runtime);
-                    (system, with_words(found.map(|(sample, _)| sample), || host.last_words()))
+                    let sample = with_words(found.map(|(sample, _)| sample), || host.last_words());
+                    (system, sample, began.elapsed())
                 };
                 able.iter().map(run).collect()
             }
             Some((_, Ok(Side::Guest(guest)))) if !able.is_empty() => {
                 let found = guest.fio(programs, &files.share, (step, able, route), runtime);
-                with_words(found, || guest.last_words()).unwrap_or_else(|error| {
-                    // The cause is unknown, and a guest that did not reply is useless.
-                    self.side = None;
-                    let reason = format!("{error:#}");
-                    able.iter().map(|system| (*system, Err(anyhow!("{reason}")))).collect()
-                })
+                match with_words(found, || guest.last_words()) {
+                    Ok(found) => found.into_iter().map(|(system, found)| (system, found, Duration::ZERO)).collect(),
+                    Err(error) => {
+                        // The cause is unknown, and a guest that did not reply is useless.
+                        self.side = None;
+                        all_failed(&error)
+                    }
+                }
             }
             _ => Vec::new(),
         }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::cli::shell_word;
 use crate::line::FERRY;
 
-/// The longest message over TCP, in bytes: what Linux's client allows.
+/// The longest message over TCP and unix sockets, in bytes: what Linux's client allows.
 const MSIZE: u32 = 1 << 20;
 /// The longest over virtio.
 const MSIZE_VIRTIO: u32 = 512_000;
@@ -74,9 +74,9 @@ impl Cache {
 /// Something to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum System {
-    /// Our client, by TCP, with our server.
+    /// Our client with our server.
     Client(Way),
-    /// The kernel's client: in User-mode Linux by TCP, in QEMU by virtio.
+    /// The kernel's client: in User-mode Linux by TCP or a unix socket, in QEMU by virtio.
     Kernel(Server, Cache),
     /// ext4 on a virtio disk: of ours in User-mode Linux, of QEMU's own in QEMU.
     VirtioBlk,
@@ -153,6 +153,15 @@ pub fn ferry_server(programs: &Programs, dir: &Path, address: SocketAddr) -> Vec
     command
 }
 
+/// Our server, at a unix socket.
+pub fn ferry_unix_server(programs: &Programs, dir: &Path, socket: &str) -> Vec<OsString> {
+    let mut command = vec![programs.ferry.clone().into()];
+    command.extend(words("--log warn share"));
+    command.push(dir.into());
+    command.extend(words(&format!("--9p unix:{socket}")));
+    command
+}
+
 /// The tag of a server's device that is mounted in this way.
 pub fn tag(server: Server, cache: Cache) -> String {
     System::Kernel(server, cache).full_name()
@@ -184,10 +193,10 @@ pub fn diod_server(program: &Path, dir: &Path, address: SocketAddr, hosts: &Path
     command
 }
 
-/// The words that mount our client.
-pub fn client(programs: &Programs, way: Way, address: SocketAddr, dir: &Path) -> Vec<OsString> {
+/// The words that mount our client, of a server at `tcp:HOST:PORT` or `unix:PATH`.
+pub fn client(programs: &Programs, way: Way, address: &str, dir: &Path) -> Vec<OsString> {
     let mut command = vec![programs.ferry.clone().into()];
-    command.extend(words(&format!("--log warn mount 9p:tcp:{address}")));
+    command.extend(words(&format!("--log warn mount 9p:{address}")));
     command.push(dir.into());
     command.extend(words(way.flags().as_str()));
     command
@@ -200,6 +209,14 @@ pub fn tcp_mount(cache: Cache, tree: &Path, address: SocketAddr, dir: &str) -> S
     let cache = cache.name();
     format!(
         "mount -i -t 9p -o trans=tcp,version=9p2000.L,port={port},msize={MSIZE},cache={cache},uname=root,aname={aname} {host} {dir}"
+    )
+}
+
+/// The same by a unix socket.
+pub fn unix_mount(cache: Cache, socket: &str, dir: &str) -> String {
+    let cache = cache.name();
+    format!(
+        "mount -i -t 9p -o trans=unix,version=9p2000.L,msize={MSIZE},cache={cache},uname=root,aname=/ {socket} {dir}"
     )
 }
 
@@ -239,5 +256,18 @@ mod tests {
         assert_eq!(ours.calls(System::Kernel(Server::Diod, Cache::None)), None);
         assert_eq!(System::Client(Way::Pipelined).calls(ours), Some("v9fs-loose".into()));
         assert_eq!(System::Client(Way::Coalesced).calls(System::Client(Way::Pipelined)), None);
+    }
+
+    #[test]
+    fn both_clients_reach_a_unix_socket() {
+        let programs =
+            Programs { ferry: "ferry".into(), fio: "fio".into(), diod: Err("no".into()), mkfs: Err("no".into()) };
+        let text = |words: Vec<OsString>| words.join(&OsString::from(" ")).into_string().unwrap();
+        let ours = client(&programs, Way::Pipelined, "unix:/s", Path::new("/m"));
+        assert_eq!(text(ours), "ferry --log warn mount 9p:unix:/s /m");
+        let server = ferry_unix_server(&programs, Path::new("/t"), "/s");
+        assert_eq!(text(server), "ferry --log warn share /t --9p unix:/s");
+        let line = unix_mount(Cache::Loose, "/s", "/m");
+        assert!(line.contains("trans=unix,") && line.contains("cache=loose") && line.ends_with(" /s /m"), "{line}");
     }
 }

@@ -40,6 +40,7 @@ pub fn command(system: System, programs: &Programs, dir: &Path) -> Result<Option
                 Flavour::Plain => "",
                 Flavour::Splice => "splice",
                 Flavour::Uring => "uring",
+                Flavour::Passthrough => "passthrough",
             };
             (program, files, after)
         }
@@ -77,6 +78,7 @@ mod tests {
             (System::Ferry(Files::Null, Way::Devfuse), "null|/a b|--path|devfuse"),
             (System::Ferry(Files::Mem, Way::Uring), "ferry|mount|mem|/a b|--foreground|--path|uring|--passthrough|off"),
             (System::Libfuse(Files::Mem, Flavour::Splice), "peer|memory|/a b|splice"),
+            (System::Libfuse(Files::Mem, Flavour::Passthrough), "peer|memory|/a b|passthrough"),
             (System::Libfuse(Files::Null, Flavour::Plain), "peer|null|/a b"),
         ] {
             assert_eq!(text(system), words);

@@ -7,11 +7,11 @@ use anyhow::Result;
 
 use super::TABLE;
 use super::curves::{self, Curve};
-use super::rows::THREADS;
-use super::systems::{DATA, Files, Flavour, System, Way};
+use super::rows::{self, Step, THREADS};
+use super::systems::{CACHED, DATA, Files, Flavour, GUEST, NAMES, System, Way};
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
-use crate::target::{self, Target};
+use crate::target::{self, RowFigures, Target};
 use crate::{parts, stats};
 
 /// The published figures.
@@ -56,64 +56,81 @@ fn find<'a>(lines: &'a [Line], row: &str, ours: System) -> Option<&'a Line> {
     parts::find(lines, row, ours.name())
 }
 
-/// What the project set itself to reach, as far as this run measured it.
+/// The rows in which one of our configurations is compared with a peer.
+fn compared(ours: System, peer: &str) -> impl Iterator<Item = String> {
+    let is_compared = move |step: &Step| {
+        let systems = step.systems();
+        systems.contains(&ours) && systems.iter().any(|system| ours.calls(*system).as_deref() == Some(peer))
+    };
+    rows::all().into_iter().filter(is_compared).flat_map(Step::rows).map(|(_, row)| row)
+}
+
+/// What the project set itself to reach, of the rows that this run has.
 pub fn targets(lines: &[Line]) -> Vec<Target> {
     let mut targets = Vec::new();
-    let ratio = |row: &str, ours: System, peer: &str| find(lines, row, ours)?.ratio.get(peer).copied();
-    let mut at_least = |what: &str, value: Option<f64>, least: f64| {
-        targets.extend(value.map(|value| Target::at_least(what, value, least)));
-    };
     for (row, least) in [("threads 1", 2.5), ("threads 8", 2.0)] {
         for (ours, what) in [(NULL_URING, "null"), (MEM_URING, "mem")] {
             let name = format!("{row}, {what}: io_uring : libfuse on /dev/fuse");
-            at_least(&name, ratio(row, ours, "libfuse"), least);
+            targets.extend(Target::ratio(name, find(lines, row, ours), "libfuse", least));
         }
     }
-    let rows: Vec<String> = THREADS.iter().map(|threads| format!("threads {threads}")).collect();
-    let passed = rows.iter().filter_map(|row| ratio(row, MEM_PASSTHROUGH, "tmpfs"));
-    at_least("mem with passthrough : tmpfs, geometric mean over threads", stats::geometric_mean(passed), 0.85);
-    let slower = |row: &str| {
-        let null = find(lines, row, NULL_URING)?.also.get("latency_us")?.get(FERRY).copied()?;
-        let mem = find(lines, row, MEM_URING)?.also.get("latency_us")?.get(FERRY).copied()?;
-        Some(null / mem)
+    let over_threads = |ours: System, peer: &str| {
+        let lines = THREADS.iter().map(|threads| find(lines, &format!("threads {threads}"), ours));
+        RowFigures::ratios(lines, peer)
     };
-    at_least("threads 1: latency of the null ring : latency of mem through the ring", slower("threads 1"), 1.0 / 1.3);
+    targets.extend(over_threads(MEM_PASSTHROUGH, "tmpfs").mean("threads 1 to 8: mem with passthrough : tmpfs", 0.85));
+    if let Some(mem) = find(lines, "threads 1", MEM_URING) {
+        let null = find(lines, "threads 1", NULL_URING);
+        let latency = |line: &Line| line.also.get("latency_us")?.get(FERRY).copied();
+        let slower = null.and_then(latency).zip(latency(mem)).map(|(null, mem)| null / mem);
+        let what = "threads 1: latency of the null ring : latency of mem through the ring";
+        targets.push(Target::at_least(what, slower, 1.0 / 1.3));
+    }
     let paths = [
         (NULL_DEVFUSE, "libfuse"),
         (MEM_DEVFUSE, "libfuse"),
         (NULL_URING, "libfuse-uring"),
         (MEM_URING, "libfuse-uring"),
+        (MEM_PASSTHROUGH, "libfuse-passthrough"),
     ];
     for (ours, peer) in paths {
-        let ratios: Vec<f64> = rows.iter().filter_map(|row| ratio(row, ours, peer)).collect();
-        let name = format!("{} : {peer}, geometric mean over threads", ours.name());
-        at_least(&name, stats::geometric_mean(ratios), 1.0);
+        let name = format!("threads 1 to 8: {} : {peer}", ours.name());
+        targets.extend(over_threads(ours, peer).mean(&name, 1.0));
     }
     for row in ["create threads 1", "create threads 4", "unlink threads 1", "unlink threads 4"] {
         let name = format!("{row}: {} : libfuse-uring", MEM_URING.name());
-        at_least(&name, ratio(row, MEM_URING, "libfuse-uring"), 1.2);
+        targets.extend(Target::ratio(name, find(lines, row, MEM_URING), "libfuse-uring", 1.2));
     }
     // Of all rows: reads and names as well as writes.
-    let ratios = |ours: System, peer: &str, wanted: fn(&Line) -> bool| {
-        let of_ours = lines.iter().filter(|line| line.config == ours.name() && wanted(line));
-        of_ours.filter_map(|line| line.ratio.get(peer).copied()).collect::<Vec<_>>()
-    };
     for ours in [NULL_DEVFUSE, MEM_DEVFUSE] {
-        let ratios = ratios(ours, "libfuse", |line| !line.row.ends_with("threads 1"));
-        let name = format!("several threads: {} : libfuse, least of {} rows", ours.name(), ratios.len());
-        at_least(&name, target::least(&ratios), 1.0);
+        let rows = compared(ours, "libfuse").filter(|row| !row.ends_with("threads 1"));
+        let ratios = RowFigures::ratios(rows.map(|row| find(lines, &row, ours)), "libfuse");
+        targets.extend(ratios.least(&format!("several threads: {} : libfuse", ours.name()), 1.0));
     }
     for ours in [NULL_URING, MEM_URING] {
-        let ratios = ratios(ours, "libfuse-uring", |_| true);
-        targets.extend(target::of_rows(&format!("{} : libfuse-uring", ours.name()), &ratios, 1.1));
+        let rows = compared(ours, "libfuse-uring").map(|row| find(lines, &row, ours));
+        let ratios = RowFigures::ratios(rows, "libfuse-uring");
+        targets.extend(ratios.targets(&format!("{} : libfuse-uring", ours.name()), 1.1));
     }
     targets
 }
 
 /// Writes the report into a directory.
 pub fn write(directory: &Path, lines: &[Line], machine: &Machine, libfuse: &str, targets: &[Target]) -> Result<()> {
-    let svg = curves::svg("4 KiB random writes, O_DIRECT | O_SYNC", &curves(lines));
-    parts::save(directory, TABLE, lines, &markdown(lines, machine, libfuse, targets), &svg)
+    let shown: Vec<Line> = lines.iter().map(comparable).collect();
+    let svg = curves::svg("4 KiB random writes, O_DIRECT | O_SYNC", &curves(&shown));
+    parts::save(directory, TABLE, lines, &markdown(&shown, machine, libfuse, targets), &svg)
+}
+
+/// A line without the peers that it is not compared with: lines of earlier runs may have them.
+fn comparable(line: &Line) -> Line {
+    let mut line = line.clone();
+    let systems = || DATA.iter().chain(&NAMES).chain(&CACHED).chain(&GUEST);
+    let Some(ours) = systems().find(|system| system.is_ours() && system.name() == line.config) else { return line };
+    let is_peer = |name: &String| systems().any(|peer| ours.calls(*peer).as_ref() == Some(name));
+    line.peers.retain(|name, _| is_peer(name));
+    line.ratio.retain(|name, _| is_peer(name));
+    line
 }
 
 /// The medians of each system over threads; ours from their own lines, peers from any.
@@ -159,12 +176,12 @@ fn markdown(lines: &[Line], machine: &Machine, libfuse: &str, targets: &[Target]
     published_table(&mut out, "Memory file systems", lines, columns(Files::Mem), &["zufs", "xfs-dax"]);
     ratios(&mut out, lines);
     costs(&mut out, lines);
-    parts::shortfalls(&mut out, lines, |peer| peer.starts_with("libfuse"));
+    parts::shortfalls(&mut out, lines, |peer| peer.starts_with("libfuse"), |_| parts::most_runs(lines));
     out
 }
 
 fn head(out: &mut String, machine: &Machine, libfuse: &str, lines: &[Line]) {
-    let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
+    let runs = parts::most_runs(lines);
     let Machine { cpu, cpus, kernel, guest_kernel, fio, ferry, command, date, .. } = machine;
     let _ = writeln!(
         out,
@@ -180,7 +197,7 @@ fn head(out: &mut String, machine: &Machine, libfuse: &str, lines: &[Line]) {
         "* fio: psync, 4 KiB, `direct=1 sync=1`, a file of 32 MiB for each thread (8 MiB in the guest), overwritten. \
          Neither fio nor any server is bound to a CPU by the harness; servers run with their own defaults.\n\
          * `null` answers at once and keeps nothing; `mem` keeps data in memory. `libfuse` is its /dev/fuse, \
-         `libfuse-splice` the same with splice, `libfuse-uring` FUSE-over-io_uring.\n\
+         `libfuse-splice` the same with splice, `libfuse-uring` FUSE-over-io_uring, `libfuse-passthrough` with passthrough.\n\
          * `create`, `stat`, `unlink`: each thread with a directory of its own; `stat` with AT_STATX_FORCE_SYNC, so that \
          each one reaches the file system; `cached-stat` lets the kernel answer.\n\
          * The module parameter `enable_uring` of fuse is on during the run and is then as before.\n\
@@ -315,13 +332,14 @@ mod tests {
         for part in [
             "threads 1, null: io_uring : libfuse on /dev/fuse: 4.00 (target: at least 2.5: reached)",
             "threads 1, mem: io_uring : libfuse on /dev/fuse: 2.00 (target: at least 2.5: missed)",
-            "mem with passthrough : tmpfs, geometric mean over threads: 0.90 (target: at least 0.85: reached)",
+            "threads 1 to 8: mem with passthrough : tmpfs, geometric mean of 1 of 8 rows: 0.90 (target: at least 0.85: reached)",
             "mem through the ring: 0.50",
-            "null uring : libfuse-uring, geometric mean over threads: 0.80",
+            "threads 1 to 8: null uring : libfuse-uring, geometric mean of 1 of 8 rows: 0.80",
             "create threads 4: mem uring : libfuse-uring: 0.90 (target: at least 1.2: missed)",
-            "several threads: mem devfuse : libfuse, least of 1 rows: 0.80 (target: at least 1: missed)",
-            "null uring : libfuse-uring, geometric mean of 1 rows: 0.80 (target: at least 1.1: missed)",
-            "null uring : libfuse-uring, least of 1 rows: 0.80 (target: at least 1.1: missed)",
+            "several threads: mem devfuse : libfuse, least of 1 of 12 rows: 0.80 (target: at least 1: missed)",
+            "null uring : libfuse-uring, geometric mean of 1 of 11 rows: 0.80 (target: at least 1.1: missed)",
+            "mem passthrough : libfuse-passthrough, geometric mean of 0 of 8 rows: not measured (target: at least 1)",
+            "null uring : libfuse-uring, least of 1 of 11 rows: 0.80 (target: at least 1.1: missed)",
         ] {
             assert!(text.contains(part), "{part} in {text}");
         }
@@ -340,6 +358,8 @@ mod tests {
         };
         lines[0].costs.insert(FERRY.into(), costs);
         lines[1].skip("tmpfs: no");
+        let passed = comparable(&lines[4]);
+        assert_eq!((passed.peers.len(), passed.ratio.len(), lines[4].peers.len()), (1, 1, 2));
         let text = markdown(&lines, &Machine::default(), "libfuse 3", &targets(&lines));
         for part in [
             "| 1 | 200 / 781.3 / 5 | 50 / 195.3 / 20 | - | - | 250 / 976.6 / 4 | 33.61 / 131.3 / 26.53 |",

@@ -17,6 +17,7 @@ use super::{TABLE, costs};
 use crate::line::{FERRY, Line};
 use crate::mounted::Mounted;
 use crate::stats::{self, Better};
+use crate::time_limit::TimeLimit;
 
 /// Threads of the write rows whose costs are counted: the least and the most.
 const COUNTED: [usize; 2] = [THREADS[0], THREADS[THREADS.len() - 1]];
@@ -37,7 +38,7 @@ pub struct Effort {
     /// How long a load may take beside its own time.
     pub timeout: Duration,
     /// When no further step begins.
-    pub limit: Option<Duration>,
+    pub limit: Option<TimeLimit>,
 }
 
 impl Effort {
@@ -59,7 +60,7 @@ impl Effort {
         files: 2000,
         count_requests: 3000,
         timeout: Duration::from_secs(10),
-        limit: Some(Duration::from_secs(230)),
+        limit: Some(TimeLimit::Quick(Duration::from_secs(230))),
     };
 }
 
@@ -113,14 +114,14 @@ impl Runner {
 
     /// Runs a step, and makes a line of each of its rows for each of our configurations.
     pub fn run(&mut self, step: Step, systems: &[System]) -> Vec<Line> {
-        let late = self.effort.limit.is_some_and(|limit| self.started.elapsed() > limit);
+        let late = self.effort.limit.filter(|limit| limit.is_over(self.started));
         let in_guest = step.work == Work::Guest;
         if in_guest {
             // The guest is emulated: servers that nobody uses are not to take its time.
             self.mounted.clear();
         }
         let mut samples = Samples::new();
-        for _ in 0..if late { 0 } else { self.effort.runs } {
+        for _ in 0..if late.is_some() { 0 } else { self.effort.runs } {
             for &system in systems {
                 if self.out.contains_key(&(in_guest, system)) {
                     continue;
@@ -137,14 +138,14 @@ impl Runner {
         for (figure, row) in step.rows() {
             for &ours in systems.iter().filter(|system| system.is_ours()) {
                 let mut line = line(step, figure, &row, ours, systems, &samples);
-                if late {
-                    line.skip("the time of --quick was over");
+                if let Some(limit) = late {
+                    limit.tell(&mut line);
                 }
                 self.explain(in_guest, ours, systems, &mut line);
                 lines.push(line);
             }
         }
-        if step.work == Work::Write && COUNTED.contains(&step.threads) && !late {
+        if step.work == Work::Write && COUNTED.contains(&step.threads) && late.is_none() {
             self.count(step, systems, &mut lines);
         }
         lines

@@ -31,6 +31,8 @@ pub enum Flavour {
     Splice,
     /// FUSE-over-io_uring.
     Uring,
+    /// The kernel reads data from the backing file itself.
+    Passthrough,
 }
 
 /// A file system to measure.
@@ -52,7 +54,7 @@ pub enum System {
 }
 
 /// Those of the write and read rows, in the order in which they take turns.
-pub const DATA: [System; 12] = [
+pub const DATA: [System; 13] = [
     System::Ferry(Files::Null, Way::Uring),
     System::Libfuse(Files::Null, Flavour::Plain),
     System::Ferry(Files::Null, Way::Devfuse),
@@ -62,6 +64,7 @@ pub const DATA: [System; 12] = [
     System::Ferry(Files::Mem, Way::Devfuse),
     System::Libfuse(Files::Mem, Flavour::Plain),
     System::Ferry(Files::Mem, Way::Passthrough),
+    System::Libfuse(Files::Mem, Flavour::Passthrough),
     System::Tmpfs,
     System::Libfuse(Files::Mem, Flavour::Splice),
     System::Libfuse(Files::Mem, Flavour::Uring),
@@ -114,6 +117,7 @@ impl System {
             Self::Libfuse(_, Flavour::Plain) => "libfuse",
             Self::Libfuse(_, Flavour::Splice) => "libfuse-splice",
             Self::Libfuse(_, Flavour::Uring) => "libfuse-uring",
+            Self::Libfuse(_, Flavour::Passthrough) => "libfuse-passthrough",
             Self::Tmpfs => "tmpfs",
             Self::XfsDax => "xfs-dax",
         }
@@ -137,6 +141,11 @@ impl System {
             _ => false,
         };
         match (self, peer) {
+            // Passed through, data reach no server: that is compared with the same alone.
+            (Self::Ferry(Files::Mem, Way::Passthrough), Self::Libfuse(Files::Mem, Flavour::Passthrough)) => {
+                Some(peer.name().into())
+            }
+            (Self::Ferry(_, Way::Passthrough), Self::Libfuse(..)) | (_, Self::Libfuse(_, Flavour::Passthrough)) => None,
             (_, Self::Libfuse(files, _)) => same_files(files).then(|| peer.name().into()),
             (Self::Ferry(Files::Null, _), Self::Tmpfs) => None,
             (_, Self::Tmpfs | Self::XfsDax) => Some(peer.name().into()),
@@ -154,7 +163,9 @@ impl System {
             Self::Libfuse(Files::Null, Flavour::Splice) => "0 (pages pass through a pipe)",
             Self::Ferry(Files::Null, _) | Self::Libfuse(Files::Null, _) => "1 (kernel to server)",
             Self::Libfuse(Files::Mem, Flavour::Splice) => "1 (pipe to file)",
-            Self::Ferry(Files::Mem, Way::Passthrough) => "1 (program to file, in the kernel)",
+            Self::Ferry(Files::Mem, Way::Passthrough) | Self::Libfuse(Files::Mem, Flavour::Passthrough) => {
+                "1 (program to file, in the kernel)"
+            }
             Self::Ferry(..) | Self::FerryCached | Self::FerryPmem | Self::Libfuse(..) => {
                 "2 (kernel to server, server to file)"
             }
@@ -185,9 +196,6 @@ mod tests {
             peers(System::Ferry(Files::Mem, Way::Devfuse)),
             ["ferry-null devfuse", "libfuse", "tmpfs", "libfuse-splice", "libfuse-uring"]
         );
-        assert_eq!(
-            peers(System::Ferry(Files::Mem, Way::Passthrough)),
-            ["libfuse", "tmpfs", "libfuse-splice", "libfuse-uring"]
-        );
+        assert_eq!(peers(System::Ferry(Files::Mem, Way::Passthrough)), ["libfuse-passthrough", "tmpfs"]);
     }
 }
