@@ -30,7 +30,7 @@ pub fn user_namespace(maps: &IdMaps) -> Result<OwnedFd> {
     // SAFETY: the closure runs in the child between fork and exec, where only async-signal-safe functions may be called: unshare(2) is a
     // plain system call that allocates nothing. No descriptor is closed or moved by a new user namespace.
     unsafe { command.pre_exec(|| unshare_unsafe(UnshareFlags::NEWUSER).map_err(io::Error::from)) };
-    let mut child = command.spawn().doing("create a user namespace by", "cat")?;
+    let mut child = command.spawn().map_err(namespace_error).doing("create a user namespace by", "cat")?;
     let process = format!("/proc/{}", child.id());
     let namespace = [("uid_map", &maps.users), ("gid_map", &maps.groups)]
         .into_iter()
@@ -47,6 +47,16 @@ pub fn user_namespace(maps: &IdMaps) -> Result<OwnedFd> {
     // Its exit status is irrelevant.
     let _ = child.wait();
     Ok(namespace?.into())
+}
+
+/// Names the limit that the kernel reports as a lack of disk space.
+fn namespace_error(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::StorageFull => {
+            io::Error::other("the kernel allows no more user namespaces: raise the sysctl user.max_user_namespaces")
+        }
+        _ => error,
+    }
 }
 
 /// Mounts a directory a second time, without the mounts below it: read-only, and with mapped ids.
@@ -78,4 +88,16 @@ fn set_users(tree: BorrowedFd<'_>, namespace: BorrowedFd<'_>) -> io::Result<()> 
         )
     };
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_of_user_namespaces_is_named() {
+        let said = |code| namespace_error(io::Error::from_raw_os_error(code)).to_string();
+        assert!(said(libc::ENOSPC).contains("user.max_user_namespaces"), "{}", said(libc::ENOSPC));
+        assert!(said(libc::EPERM).contains("not permitted"), "{}", said(libc::EPERM));
+    }
 }

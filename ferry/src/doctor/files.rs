@@ -123,10 +123,14 @@ fn erofs() -> Check {
             "# boot Linux 6.12 or later, built with CONFIG_EROFS_FS_BACKED_BY_FILE=y; keep images on ext4, XFS or btrfs",
         ),
         Err(error) => {
+            let remedy = match kernel::has("erofs") {
+                Ok(()) => "# run ferry as root of the host, on Linux 5.16 or later",
+                Err(_) => for_root_or("modprobe erofs"),
+            };
             check.lacks(
                 format!("{error:#}"),
                 "ferry image mount uses Ferry's own mount, and layers of containers stay directories",
-                for_root_or("modprobe erofs"),
+                remedy,
             )
         }
     }

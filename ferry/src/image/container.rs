@@ -51,7 +51,7 @@ impl Container {
             [] => return Ok(None),
             [mount] => mount,
             [one, two, ..] => {
-                bail!("{name} may be {} or {}: name more of it", one.at.display(), two.at.display());
+                bail!("{name} matches {} and {}: give a longer name", one.at.display(), two.at.display());
             }
         };
         let found = of_mount(mount).with_context(|| {
@@ -69,7 +69,7 @@ impl Container {
         self.root.join("traces").join(&self.manifest)
     }
 
-    /// Returns the upper directories of all containers. Unlike mount ids, the snapshotter's directories are never reused.
+    /// Returns the upper directories of all overlayfs mounts. Unlike mount ids, the snapshotter's directories are never reused.
     pub fn uppers() -> Result<BTreeSet<PathBuf>> {
         let mounts = MountEntry::all().context("cannot read the kernel's mount table")?;
         Ok(mounts.iter().filter_map(upper).collect())
@@ -106,7 +106,7 @@ impl Table {
 }
 
 /// Returns the identity of a directory, from the kernel's cache only: its server may not respond.
-fn directory(path: &Path) -> Option<(u32, u32, u64)> {
+pub(super) fn directory(path: &Path) -> Option<(u32, u32, u64)> {
     let found = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
     Some((found.stx_dev_major, found.stx_dev_minor, found.stx_ino))
 }
@@ -141,8 +141,8 @@ fn of_mount(mount: &MountEntry) -> Option<Container> {
             continue;
         }
         // MANIFEST-LAYERS
-        let name = entry.file_name().into_string().ok()?;
-        let (manifest, _) = name.rsplit_once('-')?;
+        let name = entry.file_name();
+        let Some((manifest, _)) = name.to_str().and_then(|name| name.rsplit_once('-')) else { continue };
         return Some(Container {
             at: mount.at.clone(),
             id: mount.id,
@@ -174,6 +174,22 @@ mod tests {
         };
         assert!(container("/").has_processes());
         assert!(!container("/proc/self").has_processes() && !container("/nowhere").has_processes());
+    }
+
+    #[test]
+    fn directories_with_other_names_are_skipped() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| directory.path().join(name);
+        let odd = (0..20).map(|number| format!("odd{number}"));
+        for name in odd.chain(["5e1f-2".into()]) {
+            fs::create_dir_all(at("lazy").join(&name)).expect("directories can be made");
+            // A layer is a mount, as is this.
+            std::os::unix::fs::symlink("/proc", at("lazy").join(name).join("layer")).expect("links can be made");
+        }
+        let line =
+            format!("36 35 0:1 / /c rw - overlay o rw,lowerdir=/proc,upperdir={}", at("snapshots/1/fs").display());
+        let found = of_mount(&MountEntry::read(line.as_bytes())[0]);
+        assert_eq!(found.map(|container| container.manifest).as_deref(), Some("5e1f"));
     }
 
     #[test]

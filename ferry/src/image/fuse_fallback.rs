@@ -13,6 +13,7 @@ use ferry_fuse::Mountpoint;
 use ferry_image::{Image, Objects};
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
+use super::kernel;
 use super::lazy;
 use super::mount::{self, MountArgs};
 use super::registry::ImageObjects;
@@ -54,7 +55,7 @@ pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString], logging: 
 
 fn by_kernel(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], logging: &Logging) -> Result<u8> {
     // Checked first, because everything else depends on it.
-    drop(mount::context("erofs")?);
+    kernel::can_mount_erofs()?;
     if args.lazily.from.is_some() {
         return lazy::mount(args, pulled, line, logging);
     }

@@ -2,8 +2,9 @@
 //! background. It ends when the image is complete; the mount stays.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::mem::ManuallyDrop;
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Sender, channel};
@@ -19,9 +20,10 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::args::LazyArgs;
-use super::mount::{MountArgs, attach};
+use super::kernel;
+use super::mount::{MountArgs, NEEDS_BLOCK_DEVICE, attach};
 use super::registry::{self, Background, ImageObjects, JOBS, Origin};
-use super::watch::{Watch, wait_for_unmount};
+use super::watch::{KernelMountError, Watch, wait_for_unmount};
 use crate::background::{self, Terminal};
 use crate::control;
 use crate::flags::ImageDigest;
@@ -93,6 +95,10 @@ pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
         attach(args, &image, &|_| None)?;
         return ready(terminal).map(|()| 0);
     }
+    let path = &args.image.image;
+    if !kernel::mounts_from(&File::open(path).with_context(|| format!("cannot open {}", path.display()))?)? {
+        return KernelMountError::fail(NEEDS_BLOCK_DEVICE);
+    }
     // Signals are caught before there is a mount that they would leave behind.
     let signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;
     let mut watch = Watch::begin(&mut objects)?;
@@ -107,11 +113,13 @@ pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
     let guardian = ManuallyDrop::new(guardian);
     let objects = Arc::new(objects);
     watch.serve(&objects, THREADS_MIN + usize::from(origin.jobs))?;
-    attach(args, &image, &|number| watch.path(number))?;
-    let served = control::served_image(&args.image.image, &dir, &objects);
+    let mount = ServedMount { id: attach(args, &image, &|number| watch.path(number))?, dir };
+    let served = control::served_image(path, &mount.dir, &objects);
     let _control = Control::start(Control::bind(), vec![served].into(), logging.clone(), control::OWNER);
-    let over = wait(&dir, signals, background, &objects, terminal).inspect_err(|_| {
-        let _ = unmount(&dir, UnmountFlags::DETACH);
+    let over = wait(&mount, signals, background, &objects, terminal).inspect_err(|_| {
+        if mount.is_on_top() {
+            let _ = mount.unmount(UnmountFlags::DETACH);
+        }
     })?;
     match over {
         EndReason::Complete => drop(ManuallyDrop::into_inner(guardian)),
@@ -119,33 +127,50 @@ pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
         EndReason::Signal(signal) => {
             tracing::info!(signal, "unmounting");
             watch.end();
-            match unmount(&dir, UnmountFlags::empty()) {
+            match mount.unmount(UnmountFlags::empty()) {
                 Err(Errno::BUSY) => {
-                    tracing::warn!("{} is in use: missing data can no longer be read there", dir.display());
-                    unmount(&dir, UnmountFlags::DETACH)
+                    tracing::warn!("{} is in use: missing data can no longer be read there", mount.dir.display());
+                    mount.unmount(UnmountFlags::DETACH)
                 }
                 outcome => outcome,
             }
-            .with_context(|| format!("cannot unmount {}", dir.display()))?;
+            .with_context(|| format!("cannot unmount {}", mount.dir.display()))?;
         }
     }
     Ok(0)
 }
 
+/// The mount that this process serves.
+struct ServedMount {
+    id: u64,
+    dir: PathBuf,
+}
+
+impl ServedMount {
+    /// Whether `unmount` would remove this mount, and not another one that covers it.
+    fn is_on_top(&self) -> bool {
+        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
+        statx(CWD, &self.dir, flags, StatxFlags::MNT_ID).is_ok_and(|found| found.stx_mnt_id == self.id)
+    }
+
+    fn unmount(&self, flags: UnmountFlags) -> rustix::io::Result<()> {
+        unmount(&self.dir, flags | UnmountFlags::NOFOLLOW)
+    }
+}
+
 /// Reports that the image is mounted, and waits for the end.
 fn wait(
-    dir: &Path,
+    mount: &ServedMount,
     mut signals: Signals,
     background: Option<Background>,
     objects: &Arc<ferry_image::Objects>,
     terminal: Option<Terminal>,
 ) -> Result<EndReason> {
     let (sender, over) = channel();
-    let mounted = statx(CWD, dir, AtFlags::empty(), StatxFlags::MNT_ID).context("cannot inspect the mount")?;
     let by_signal = sender.clone();
-    begin("signals", move || signals.forever().next().map(|signal| by_signal.send(EndReason::Signal(signal))))?;
-    let by_umount = sender.clone();
-    begin("unmounted", move || match wait_for_unmount(mounted.stx_mnt_id) {
+    begin("signals", move || signals.forever().try_for_each(|signal| by_signal.send(EndReason::Signal(signal))))?;
+    let (by_umount, id) = (sender.clone(), mount.id);
+    begin("unmounted", move || match wait_for_unmount(id) {
         Ok(()) => drop(by_umount.send(EndReason::Unmounted)),
         Err(error) => tracing::warn!("cannot watch the mount: {error}"),
     })?;
@@ -153,7 +178,15 @@ fn wait(
         begin("fetch", fetch(background, objects, &sender))?;
     }
     ready(terminal)?;
-    over.recv().context("all threads that wait for the end have ended")
+    loop {
+        match over.recv().context("all threads that wait for the end have ended")? {
+            EndReason::Signal(_) if !mount.is_on_top() => {
+                let dir = mount.dir.display();
+                tracing::warn!("another mount covers {dir}: unmount that first, then this one");
+            }
+            reason => return Ok(reason),
+        }
+    }
 }
 
 fn begin<T>(name: &str, work: impl FnOnce() -> T + Send + 'static) -> Result<()> {

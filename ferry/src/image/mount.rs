@@ -14,8 +14,8 @@ use ferry_vfs::FileType;
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags, fsconfig_create, fsconfig_set_string,
-    fsmount, fsopen, move_mount, unmount,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen,
+    move_mount,
 };
 
 use super::args::{ImageArg, LazyArgs, StoreArg};
@@ -25,6 +25,13 @@ use super::upper::Upper;
 use super::verity::{self, Packs, VerityPolicy};
 use super::watch::KernelMountError;
 use crate::paths::descriptor_path;
+
+/// The longest string that fsconfig(2) takes.
+pub(super) const STRING_BYTES_MAX: usize = 255;
+
+/// Why an incomplete image cannot be mounted: holes would be read as zeros.
+pub(super) const NEEDS_BLOCK_DEVICE: &str = "the kernel mounts this image from block devices only, whose readers cannot wait for missing \
+    data (keep it on ext4, XFS or btrfs, with Linux 6.14 or later)";
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct MountArgs {
@@ -104,8 +111,8 @@ impl MountArgs {
     }
 }
 
-/// Attaches an image. `elsewhere` returns the paths of packs that are not in the store, by their index in the image.
-pub(super) fn attach(args: &MountArgs, image: &Image, elsewhere: &dyn Fn(usize) -> Option<PathBuf>) -> Result<()> {
+/// Attaches an image; returns the id of the mount. `elsewhere` returns the paths of incomplete packs, by their index in the image.
+pub(super) fn attach(args: &MountArgs, image: &Image, elsewhere: &dyn Fn(usize) -> Option<PathBuf>) -> Result<u64> {
     // The file of this name may no longer be the one that was read.
     let (image, file) = Image::open_with_file(&args.image.image, Some(image.digest()))?;
     attach_file(args, &image, &file, elsewhere)
@@ -117,7 +124,7 @@ pub(super) fn attach_file(
     image: &Image,
     file: &File,
     elsewhere: &dyn Fn(usize) -> Option<PathBuf>,
-) -> Result<()> {
+) -> Result<u64> {
     let (store, is_proved) = (args.store.store.as_path(), args.image.digest.is_some());
     let path = &args.image.image;
     let path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
@@ -134,7 +141,7 @@ pub(super) fn attach_file(
     let share = args.inode_share.then(|| inode_share(image, &path, store)).transpose()?;
     let share = if args.verity == VerityPolicy::Require { share.map(InodeShare::verified) } else { share };
     // The file of this name may no longer be the one that was verified.
-    let proved = is_proved.then_some(file);
+    let proved = (is_proved || share.is_some()).then_some(file);
     // Kept open until the kernel has opened them.
     let packs = if is_proved && !image.is_composefs() {
         verity::check((image, file, &path), store, elsewhere, args.verity)?
@@ -142,7 +149,12 @@ pub(super) fn attach_file(
         Packs { paths: packs(image, store, elsewhere)?, files: Vec::new() }
     };
     let attributes = args.attributes();
-    let mut mounted = erofs((image, share.as_ref()), (proved, &path), &packs.paths, (args.by_loop, attributes))?;
+    let loops = match args.by_loop {
+        true => LoopUse::Always,
+        false if (0..image.packs().len()).any(|number| elsewhere(number).is_some()) => LoopUse::Never,
+        false => LoopUse::IfNeeded,
+    };
+    let mut mounted = erofs((image, share.as_ref()), (proved, &path), &packs.paths, (loops, attributes))?;
     drop(packs.files);
     if image.is_composefs() || upper.is_some() {
         let objects = objects_directory(store);
@@ -157,7 +169,8 @@ pub(super) fn attach_file(
         };
         mounted = layers.mount(args.by_loop)?;
     }
-    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    let found = statx(&mounted, "", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID).context("cannot inspect the mount")?;
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_SYMLINKS;
     move_mount(mounted.as_fd(), "", CWD, &args.dir, flags)
         .with_context(|| format!("cannot mount on {}", args.dir.display()))?;
     // A build marks at most one pack; an image that marks more must not fill the memory.
@@ -169,7 +182,7 @@ pub(super) fn attach_file(
             tracing::warn!("cannot read the first pack ahead: {error}");
         }
     }
-    Ok(())
+    Ok(found.stx_mnt_id)
 }
 
 /// Verifies that the page cache of an image's files can be shared.
@@ -256,24 +269,37 @@ fn packs(image: &Image, store: &Path, elsewhere: &dyn Fn(usize) -> Option<PathBu
     Ok(image.packs().iter().enumerate().map(path).collect())
 }
 
-/// Returns a detached mount of the image: from the file that was verified, if there is one, else from `path`; from loop devices
-/// if the kernel accepts only those.
+/// Whether to mount from loop devices.
+#[derive(Clone, Copy)]
+enum LoopUse {
+    Always,
+    /// If the kernel accepts only block devices.
+    IfNeeded,
+    /// The image is incomplete: the loop driver's reads cause no events, so holes would be read as zeros.
+    Never,
+}
+
+/// Returns a detached mount of the image: from the file that was verified, if there is one, else from `path`.
 fn erofs(
     (image, share): (&Image, Option<&InodeShare>),
     (proved, path): (Option<&File>, &Path),
     packs: &[PathBuf],
-    (by_loop, attributes): (bool, MountAttrFlags),
+    (loops, attributes): (LoopUse, MountAttrFlags),
 ) -> Result<OwnedFd> {
     let attributes = attributes | MountAttrFlags::MOUNT_ATTR_RDONLY;
     let refused = || format!("the kernel does not mount {}", path.display());
-    if !by_loop {
+    if !matches!(loops, LoopUse::Always) {
         let files: Vec<&Path> = packs.iter().map(PathBuf::as_path).collect();
         let configured = match proved {
-            Some(proved) => configure_proved((image, share), (proved, path), &files)?,
+            Some(proved) if path.as_os_str().len() <= STRING_BYTES_MAX => {
+                configure_proved((image, share), (proved, path), &files)?
+            }
+            Some(proved) => configure((image, share), &descriptor_path(proved), &files)?,
             None => configure((image, share), path, &files)?,
         };
         match configured {
             Ok(context) => return detached_mount(&context, path, attributes),
+            Err((_, Errno::NOTBLK)) if matches!(loops, LoopUse::Never) => bail!(NEEDS_BLOCK_DEVICE),
             Err((_, Errno::NOTBLK)) => {}
             Err((context, error)) => return Err(with_kernel_messages(&context, error)).with_context(refused),
         }
@@ -332,7 +358,7 @@ struct Layers<'a> {
 
 impl Layers<'_> {
     /// Returns a detached mount of the layers. Before Linux 6.15, overlayfs accepts no detached layers, so the image is mounted
-    /// on a directory for a moment: overlayfs then has its own mount of each layer.
+    /// on a directory of a private namespace: overlayfs then has its own mount of each layer.
     fn mount(&self, by_directory: bool) -> Result<OwnedFd> {
         if !by_directory {
             match self.configure(None)? {
@@ -341,8 +367,16 @@ impl Layers<'_> {
                 Err((context, error)) => return Err(self.refused(with_kernel_messages(&context, error))),
             }
         }
-        let directory = Directory::mount(self.lower)?;
-        match self.configure(Some(directory.0.path()))? {
+        let directory = tempfile::Builder::new().prefix("ferry-image.").tempdir();
+        let directory =
+            directory.map_err(|error| anyhow!("cannot create a directory for a temporary mount: {error}"))?;
+        let configured = private_root::with_private_mounts(|| {
+            let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+            move_mount(self.lower.as_fd(), "", CWD, directory.path(), flags)
+                .with_context(|| format!("cannot mount on {}", directory.path().display()))?;
+            self.configure(Some(directory.path()))
+        });
+        match configured.context("cannot create a mount namespace for a temporary mount")?? {
             Ok(context) => self.detached_mount(&context),
             Err((context, error)) => Err(self.refused(with_kernel_messages(&context, error))),
         }
@@ -370,12 +404,20 @@ impl Layers<'_> {
             fsconfig_set_string(fs, "verity", "require")
                 .context("this kernel's overlayfs cannot verify the data of files (Linux 6.6 or later can)")?;
         }
+        // Opened in the mount namespace of this thread, and kept open until the kernel has opened it.
+        let opened = self.objects.map(File::open).transpose().context("cannot open the directory of objects")?;
+        let lower_bytes = lower.map_or(0, |lower| escaped(lower).len() + "::".len());
+        let fits = |objects: &&PathBuf| lower_bytes + escaped(objects).len() <= STRING_BYTES_MAX;
+        let objects = self.objects.filter(fits).cloned().or_else(|| opened.as_ref().map(descriptor_path));
         let configured = || -> rustix::io::Result<()> {
-            fsconfig_set_string(fs, "source", self.image)?;
+            // overlayfs only shows it.
+            let long = self.image.as_os_str().len() > STRING_BYTES_MAX;
+            let name = self.image.file_name().filter(|_| long).unwrap_or(self.image.as_os_str());
+            fsconfig_set_string(fs, "source", name)?;
             match lower {
                 Some(lower) => {
                     let mut layers = escaped(lower);
-                    if let Some(objects) = self.objects {
+                    if let Some(objects) = &objects {
                         layers.push("::");
                         layers.push(escaped(objects));
                     }
@@ -383,7 +425,7 @@ impl Layers<'_> {
                 }
                 None => {
                     fsconfig_set_string(fs, "lowerdir+", descriptor_path(self.lower))?;
-                    if let Some(objects) = self.objects {
+                    if let Some(objects) = &objects {
                         fsconfig_set_string(fs, "datadir+", objects.as_path())?;
                     }
                 }
@@ -393,8 +435,8 @@ impl Layers<'_> {
                 fsconfig_set_string(fs, "redirect_dir", "on")?;
             }
             if let Some(upper) = self.upper {
-                fsconfig_set_string(fs, "upperdir", upper.dir.as_path())?;
-                fsconfig_set_string(fs, "workdir", upper.work.as_path())?;
+                fsconfig_set_string(fs, "upperdir", escaped(&upper.dir))?;
+                fsconfig_set_string(fs, "workdir", escaped(&upper.work))?;
             }
             fsconfig_create(fs)
         };
@@ -402,35 +444,13 @@ impl Layers<'_> {
     }
 }
 
-/// Escapes a path in a list of layers, which colons separate.
-fn escaped(path: &Path) -> OsString {
+/// Escapes a path for overlayfs, which removes backslashes. Colons separate layers.
+pub(super) fn escaped(path: &Path) -> OsString {
     let escape = |byte: &u8| match byte {
         b':' | b'\\' => vec![b'\\', *byte],
         _ => vec![*byte],
     };
     OsString::from_vec(path.as_os_str().as_bytes().iter().flat_map(escape).collect())
-}
-
-/// A directory with a temporary mount.
-struct Directory(tempfile::TempDir);
-
-impl Directory {
-    fn mount(mounted: &OwnedFd) -> Result<Self> {
-        let directory = tempfile::Builder::new().prefix("ferry-image.").tempdir();
-        let directory =
-            directory.map_err(|error| anyhow!("cannot create a directory for a temporary mount: {error}"))?;
-        move_mount(mounted.as_fd(), "", CWD, directory.path(), MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
-            .with_context(|| format!("cannot mount on {}", directory.path().display()))?;
-        Ok(Self(directory))
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        if let Err(error) = unmount(self.0.path(), UnmountFlags::DETACH) {
-            tracing::warn!("cannot unmount {}: {error}", self.0.path().display());
-        }
-    }
 }
 
 #[cfg(test)]
@@ -439,6 +459,7 @@ mod tests {
 
     use clap::Parser;
     use ferry_image::{BuildOptions, build};
+    use rustix::mount::{UnmountFlags, unmount};
 
     use super::*;
 

@@ -3,6 +3,8 @@
 //! meaningless to people.
 //!
 //! So a thread with a private root directory, which contains only these files at their paths, calls the kernel.
+//!
+//! A thread with private mounts also has the image on a directory for kernels that need that.
 #![allow(unsafe_code, reason = "a namespace for one thread has no safe wrapper")]
 
 use std::fs::File;
@@ -45,6 +47,14 @@ pub fn with_files<T: Send>(files: &[(&Path, &File)], work: impl FnOnce() -> T + 
     })
 }
 
+/// Runs `work` on a thread with its own copy of all mounts. What it mounts is invisible to other processes and ends with the thread.
+pub fn with_private_mounts<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T> {
+    thread::scope(|scope| {
+        let thread = scope.spawn(|| unshare_mounts().map(|()| work()));
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
 /// Returns a detached, empty tmpfs.
 fn empty_tmpfs() -> Result<OwnedFd> {
     let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
@@ -54,12 +64,17 @@ fn empty_tmpfs() -> Result<OwnedFd> {
 
 /// Makes `root` the root directory of this thread, in a mount namespace that ends with it.
 fn enter_root(root: &OwnedFd) -> Result<()> {
-    // SAFETY: unshare_unsafe is unsafe for CLONE_FILES alone, which is not among these.
-    unsafe { rustix::thread::unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS) }?;
-    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    unshare_mounts()?;
     move_mount(root.as_fd(), "", CWD, "/", MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
     rustix::process::fchdir(root)?;
     rustix::process::chroot(".")
+}
+
+/// Gives this thread its own mount namespace.
+fn unshare_mounts() -> Result<()> {
+    // SAFETY: unshare_unsafe is unsafe for CLONE_FILES alone, which is not among these.
+    unsafe { rustix::thread::unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS) }?;
+    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
 }
 
 /// Mounts a file at a path below the root.
@@ -101,5 +116,21 @@ mod tests {
             Err(error) => ferry_skip::skip!("only root has namespaces of mounts: {error}"),
         }
         assert_eq!(fs::read_to_string(&path).expect("it was made"), "another", "for others nothing has changed");
+    }
+
+    #[test]
+    fn private_mounts_are_invisible_to_others() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().canonicalize().expect("it was made");
+        let shown = |table: &str| fs::read_to_string(table).map(|table| table.contains(&*path.to_string_lossy())).ok();
+        let look = || {
+            move_mount(empty_tmpfs()?.as_fd(), "", CWD, &path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
+            Ok((shown("/proc/thread-self/mountinfo"), shown("/proc/self/mountinfo")))
+        };
+        match with_private_mounts(look).flatten() {
+            Ok(seen) => assert_eq!(seen, (Some(true), Some(false))),
+            Err(error) => ferry_skip::skip!("only root has namespaces of mounts: {error}"),
+        }
+        assert_eq!(shown("/proc/self/mountinfo"), Some(false));
     }
 }

@@ -1,22 +1,29 @@
 //! Writable mounts of images: overlayfs's upper layer, and its work directory.
 
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File};
 use std::io::ErrorKind;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use ferry_fuse::MountEntry;
 use ferry_image::Digest;
-use rustix::fs::{FlockOperation, XattrFlags, flock, getxattr, setxattr};
+use rustix::fs::{AtFlags, CWD, FlockOperation, StatxFlags, XattrFlags, flock, getxattr, setxattr, statx};
 use rustix::io::Errno;
+
+use super::container::directory;
+use super::mount::{STRING_BYTES_MAX, escaped};
 
 /// Longer than any digest as text.
 const DIGEST_TEXT_BYTES_MAX: usize = 256;
 
-/// The attribute of the work directory that names the image of the upper layer.
-const IMAGE: &str = "trusted.ferry.image";
+/// The attribute of the upper directory that names its image. overlayfs neither shows nor copies it.
+const IMAGE: &str = "trusted.overlay.ferry.image";
+/// The attribute of the work directory where earlier builds recorded it.
+const IMAGE_OF_WORK: &str = "trusted.ferry.image";
 
 /// An upper layer that no other process mounts while this lives.
 #[derive(Debug)]
@@ -25,7 +32,7 @@ pub struct Upper {
     pub dir: PathBuf,
     /// The work directory of overlayfs.
     pub work: PathBuf,
-    _lock: File,
+    _locks: [File; 2],
 }
 
 impl Upper {
@@ -40,24 +47,36 @@ impl Upper {
         if dir.starts_with(&work) || work.starts_with(&dir) {
             bail!("{} and {} must not contain each other", dir.display(), work.display());
         }
-        let (upper, other) = (device(&dir)?, device(&work)?);
-        if upper != other {
+        let found = |path| statx(CWD, path, AtFlags::empty(), StatxFlags::MNT_ID);
+        let mount = |path| found(path).map(|found| (found.stx_mnt_id, found.stx_dev_major, found.stx_dev_minor));
+        if mount(&dir) != mount(&work) {
             let (dir, work) = (dir.display(), work.display());
-            bail!("{work} is on another file system than {dir}: name a directory on the same one with --work");
+            bail!(
+                "{work} is on another mount or file system than {dir}: use a subdirectory of {dir}, or name a directory on the same \
+                 mount with --work"
+            );
         }
-        let lock = File::open(&work).with_context(|| format!("cannot open {}", work.display()))?;
-        lock_within(&lock, LOCK_TIME)
-            .with_context(|| format!("cannot lock {0}, which another process has locked (lsof {0})", work.display()))?;
+        let locks = [locked(&dir)?, locked(&work)?];
         let mounts = MountEntry::all().context("cannot read the kernel's mount table")?;
-        if let Some(mounted) = mounted_on(&mounts, &dir) {
-            bail!("{} is already the upper layer of the mount on {}", dir.display(), mounted.display());
+        for path in [&dir, &work] {
+            if let Some((role, at)) = use_of(&mounts, path) {
+                bail!("{} is already the {role} of the mount on {}", path.display(), at.display());
+            }
         }
         check_image(&dir, &work, image)?;
-        Ok(Self { dir, work, _lock: lock })
+        Ok(Self { dir, work, _locks: locks })
     }
 }
 
-/// How long to wait for another process that has locked the work directory, because it may be ending. Every process that can open the
+/// Opens and locks a directory.
+fn locked(dir: &Path) -> Result<File> {
+    let file = File::open(dir).with_context(|| format!("cannot open {}", dir.display()))?;
+    lock_within(&file, LOCK_TIME)
+        .with_context(|| format!("cannot lock {0}, which another process has locked (lsof {0})", dir.display()))?;
+    Ok(file)
+}
+
+/// How long to wait for another process that has locked a directory, because it may be ending. Every process that can open the
 /// directory can lock it.
 const LOCK_TIME: Duration = Duration::from_secs(10);
 const LOCK_TICK: Duration = Duration::from_millis(20);
@@ -81,6 +100,13 @@ fn create_dir(path: &Path) -> Result<PathBuf> {
         _ => {}
     }
     let path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
+    let bytes = escaped(&path).len();
+    if bytes > STRING_BYTES_MAX {
+        bail!(
+            "{} has {bytes} bytes; the kernel takes at most {STRING_BYTES_MAX}: choose a shorter path",
+            path.display()
+        );
+    }
     if path.is_dir() { Ok(path) } else { Err(anyhow!("{} is not a directory", path.display())) }
 }
 
@@ -91,46 +117,59 @@ fn default_work_dir(dir: &Path) -> Result<PathBuf> {
     Ok(dir.with_file_name(name))
 }
 
-fn device(path: &Path) -> Result<u64> {
-    Ok(fs::metadata(path).with_context(|| format!("cannot inspect {}", path.display()))?.dev())
-}
-
-/// Checks that a layer belongs to this image, or records that it does.
+/// Checks that a layer belongs to this image, or records that it does. An empty layer belongs to none.
 fn check_image(dir: &Path, work: &Path, image: Digest) -> Result<()> {
-    let unsupported = || {
-        let work = work.display();
-        anyhow!("{work} is on a file system without trusted attributes, which overlayfs needs for an upper layer")
+    let recorded = match recorded_image(dir, IMAGE)? {
+        None => recorded_image(work, IMAGE_OF_WORK)?,
+        recorded => recorded,
     };
-    let mut value = [0; DIGEST_TEXT_BYTES_MAX];
-    let found = match getxattr(work, IMAGE, &mut value[..]) {
-        Ok(bytes) => Digest::parse(&value[..bytes]),
-        Err(Errno::NODATA) => {
-            let set = setxattr(work, IMAGE, image.to_string().as_bytes(), XattrFlags::empty());
-            return match set {
-                Err(Errno::OPNOTSUPP) => Err(unsupported()),
-                outcome => outcome.with_context(|| format!("cannot change {}", work.display())),
-            };
-        }
-        Err(Errno::OPNOTSUPP) => return Err(unsupported()),
-        Err(error) => return Err(error).with_context(|| format!("cannot inspect {}", work.display())),
-    };
-    match found {
-        Some(found) if found == image => Ok(()),
-        _ => bail!(
+    let is_empty = fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?.next().is_none();
+    if recorded.is_some_and(|recorded| recorded != Some(image)) && !is_empty {
+        bail!(
             "{} has the changes of another image{}: choose another directory, or remove it and {}",
             dir.display(),
-            found.map(|found| format!(" ({found})")).unwrap_or_default(),
+            recorded.flatten().map(|found| format!(" ({found})")).unwrap_or_default(),
             work.display()
+        );
+    }
+    match setxattr(dir, IMAGE, image.to_string().as_bytes(), XattrFlags::empty()) {
+        Err(Errno::OPNOTSUPP) => bail!(
+            "{} is on a file system without trusted attributes, which overlayfs needs for an upper layer",
+            dir.display()
         ),
+        outcome => outcome.with_context(|| format!("cannot change {}", dir.display())),
     }
 }
 
-/// Returns the mount point of an overlayfs with this upper layer.
-fn mounted_on(mounts: &[MountEntry], upper: &Path) -> Option<PathBuf> {
-    let is_it = |mounted: &&MountEntry| {
-        mounted.kind == "overlay" && mounted.option("upperdir").is_some_and(|found| found == upper.as_os_str())
+/// Returns the image that an attribute names, if there is one; `Some(None)`: it is damaged.
+fn recorded_image(path: &Path, name: &str) -> Result<Option<Option<Digest>>> {
+    let mut value = [0; DIGEST_TEXT_BYTES_MAX];
+    match getxattr(path, name, &mut value[..]) {
+        Ok(bytes) => Ok(Some(Digest::parse(&value[..bytes]))),
+        // Setting it fails if the file system has none.
+        Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(None),
+        Err(error) => Err(error).with_context(|| format!("cannot inspect {}", path.display())),
+    }
+}
+
+/// Returns how an overlayfs uses a directory, whatever path leads to it, and where it is mounted.
+fn use_of<'a>(mounts: &'a [MountEntry], dir: &Path) -> Option<(&'static str, &'a Path)> {
+    let ours = directory(dir)?;
+    let overlays = mounts.iter().filter(|mounted| mounted.kind == "overlay");
+    let uses = overlays.flat_map(|mounted| {
+        [("upperdir", "upper layer"), ("workdir", "work directory")].map(|(option, role)| (mounted, option, role))
+    });
+    let is_it = |(mounted, option, _): &(&MountEntry, &str, &str)| {
+        mounted.option(option).is_some_and(|path| directory(&unescaped(path)) == Some(ours))
     };
-    mounts.iter().find(is_it).map(|mounted| mounted.at.clone())
+    uses.into_iter().find(is_it).map(|(mounted, _, role)| (role, &*mounted.at))
+}
+
+/// Reverses [`escaped`].
+fn unescaped(path: OsString) -> PathBuf {
+    let mut bytes = path.as_bytes().iter();
+    let next = || bytes.next().and_then(|byte| if *byte == b'\\' { bytes.next() } else { Some(byte) }).copied();
+    OsString::from_vec(std::iter::from_fn(next).collect()).into()
 }
 
 #[cfg(test)]
@@ -150,14 +189,60 @@ mod tests {
     }
 
     #[test]
-    fn an_upper_layer_is_found_in_the_table_of_mounts() {
-        let table = b"22 27 0:21 / /sys rw shared:7 - sysfs sysfs rw\nbroken\n\
-            36 35 98:0 / /my\\040mnt rw shared:2 - overlay /a rw,lowerdir+=/x,upperdir=/up\\054per,workdir=/w\n\
-            37 35 98:0 / /other rw - ext4 /a rw,upperdir=/ext4\n38 35 0:1 / /low rw - overlay overlay ro,lowerdir=/x\n";
-        let table = MountEntry::read(table);
-        assert_eq!(mounted_on(&table, Path::new("/up,per")), Some("/my mnt".into()));
-        for path in ["/up", "/x", "/ext4", "/w"] {
-            assert_eq!(mounted_on(&table, Path::new(path)), None, "{path}");
+    fn directories_in_use_are_found_in_the_table_of_mounts() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| dir.path().join(name);
+        for name in ["up,\\per", "w", "low", "ext4", "x"] {
+            fs::create_dir(at(name)).expect("directories can be made");
         }
+        std::os::unix::fs::symlink(dir.path(), at("alias")).expect("links can be made");
+        let path = |name: &str| at(name).display().to_string();
+        let table = format!(
+            "22 27 0:21 / /sys rw shared:7 - sysfs sysfs rw\nbroken\n\
+             36 35 98:0 / /my\\040mnt rw shared:2 - overlay /a rw,lowerdir+={},upperdir={},workdir={}\n\
+             37 35 98:0 / /other rw - ext4 /a rw,upperdir={}\n38 35 0:1 / /low rw - overlay o ro,lowerdir={}\n",
+            path("x"),
+            // Both by overlayfs and by the table.
+            path("alias/up\\054\\134\\134per"),
+            path("w"),
+            path("ext4"),
+            path("low")
+        );
+        let table = MountEntry::read(table.as_bytes());
+        let mnt = Path::new("/my mnt");
+        assert_eq!(use_of(&table, &at("up,\\per")), Some(("upper layer", mnt)));
+        assert_eq!(use_of(&table, &at("alias/w")), Some(("work directory", mnt)));
+        for name in ["low", "x", "ext4"] {
+            assert_eq!(use_of(&table, &at(name)), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn an_empty_layer_belongs_to_no_image() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| dir.path().join(name);
+        for name in ["upper", "work", "new"] {
+            fs::create_dir(at(name)).expect("directories can be made");
+        }
+        let [one, other] = ["1", "2"].map(|digit| Digest::parse(digit.repeat(64).as_bytes()).expect("a digest"));
+        let check = |work: &str, image| check_image(&at("upper"), &at(work), image);
+        if let Err(error) = check("work", other) {
+            ferry_skip::skip!("{error:#}");
+            return;
+        }
+        check("work", one).expect("it is empty");
+        fs::write(at("upper/file"), "").expect("files can be made");
+        check("new", one).expect("it is the same image");
+        for work in ["work", "new"] {
+            let said = check(work, other).expect_err("it is another image").to_string();
+            assert!(said.contains(&format!("has the changes of another image ({one})")), "{said}");
+        }
+        // As earlier builds recorded it.
+        rustix::fs::removexattr(at("upper"), IMAGE).expect("it is there");
+        let set = setxattr(at("work"), IMAGE_OF_WORK, one.to_string().as_bytes(), XattrFlags::empty());
+        set.expect("attributes can be set");
+        assert!(check("work", other).is_err());
+        check("work", one).expect("it is the same image");
+        assert!(check("new", other).is_err());
     }
 }

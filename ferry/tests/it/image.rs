@@ -417,6 +417,36 @@ fn the_kernel_mounts_an_image() {
     assert!(outcome.unwrap() == large());
 }
 
+#[test]
+fn the_kernel_mounts_on_the_target_of_a_link() {
+    needs_fuse!();
+    let made = Made::new();
+    let link = made.place.at("to");
+    std::os::unix::fs::symlink("mnt", &link).unwrap();
+    let output = run(made.with_store("mount").arg(&link));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(fs::read(made.place.mnt.join("dir/below/small")).unwrap(), b"small");
+    made.place.unmount_alone();
+}
+
+/// The kernel lets root of a user namespace mount FUSE and not EROFS.
+#[test]
+fn root_of_a_user_namespace_has_an_image_mounted_by_our_own_export() {
+    needs_fuse!();
+    let made = Made::new();
+    let line = r#""$0" image mount image mnt --store store && cat mnt/dir/below/small && umount mnt"#;
+    let mut command = Command::new("timeout");
+    command.args(["-k", "2", "60", "unshare", "--user", "--map-root-user", "--mount", "sh", "-c", line]);
+    let output = run(command.arg(env!("CARGO_BIN_EXE_ferry")).current_dir(made.place.directory.path()));
+    let said = String::from_utf8_lossy(&output.stderr);
+    if said.contains("unshare") {
+        ferry_skip::skip!("{said}");
+        return;
+    }
+    assert!(said.contains("only root of the host can mount erofs; mounting over FUSE instead: "), "{said}");
+    assert!(output.status.success() && output.stdout == b"small", "{said}");
+}
+
 /// Runs a user's command in a separate mount namespace where all users may open the device, unlike in containers.
 const AS_USER: &str = r#"
 mkdir dev && mount -t tmpfs none dev && mknod dev/fuse c 10 229 && chmod 666 dev/fuse && mount --bind dev/fuse /dev/fuse

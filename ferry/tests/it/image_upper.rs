@@ -51,22 +51,33 @@ impl Made {
         made
     }
 
-    fn build(&self, image: &str, layout: &str) {
+    /// Returns the digest.
+    fn build(&self, image: &str, layout: &str) -> String {
         let mut line = ferry();
         line.args(["image", "build", "--layout", layout]).arg(self.place.at("tree"));
-        text(line.arg("-o").arg(self.place.at(image)).arg("--store").arg(self.place.at("store")));
+        text(line.arg("-o").arg(self.place.at(image)).arg("--store").arg(self.place.at("store"))).trim_end().to_owned()
     }
 
     fn command(&self, image: &str, options: &[&str]) -> Command {
+        self.command_in("", image, options)
+    }
+
+    /// With the image and the store in this directory.
+    fn command_in(&self, directory: &str, image: &str, options: &[&str]) -> Command {
+        let directory = self.place.at(directory);
         let mut line = ferry();
-        line.args(["image", "mount"]).arg(self.place.at(image)).arg(&self.place.mnt).arg("--store");
-        line.arg(self.place.at("store")).args(options);
+        line.args(["image", "mount"]).arg(directory.join(image)).arg(&self.place.mnt).arg("--store");
+        line.arg(directory.join("store")).args(options);
         line
     }
 
     /// Mounts the image; nothing if that cannot be done here.
     fn mounted(&self, options: &[&str]) -> Option<Mounted<'_>> {
-        let output = run(self.command("image", options).current_dir(self.place.directory.path()));
+        self.mounted_by(&mut self.command("image", options))
+    }
+
+    fn mounted_by(&self, line: &mut Command) -> Option<Mounted<'_>> {
+        let output = run(line.current_dir(self.place.directory.path()));
         let said = String::from_utf8_lossy(&output.stderr);
         if ["this kernel", "only root", "loop-control"].iter().any(|reason| said.contains(reason)) {
             ferry_skip::skip!("{said}");
@@ -154,6 +165,33 @@ fn writes_to_a_composefs_image_on_a_loop_device_are_kept() {
     is_kept("composefs", &["--loop"]);
 }
 
+/// fsconfig(2) takes 255 bytes.
+#[test]
+fn long_paths_are_mounted_or_refused() {
+    for layout in ["flat", "composefs"] {
+        let made = Made::new(layout);
+        let digest = made.build("image", layout);
+        let deep = format!("{0}/{0}", "d".repeat(150));
+        fs::create_dir_all(made.place.at(&deep)).unwrap();
+        for name in ["image", "store"] {
+            fs::rename(made.place.at(name), made.place.at(&deep).join(name)).unwrap();
+        }
+        let proved = ["--digest", &digest];
+        for words in [&[][..], &["--loop"], &proved, &["--upper", "changes"]] {
+            // The kernel cannot verify objects here.
+            if layout == "composefs" && words.contains(&"--digest") {
+                continue;
+            }
+            let Some(mounted) = made.mounted_by(&mut made.command_in(&deep, "image", words)) else { return };
+            assert!(fs::read(made.place.mnt.join("dir/large")).unwrap() == large(), "{layout} {words:?}");
+            made.unmount(mounted);
+        }
+        let changes = made.place.at(&deep).join("changes");
+        let said = refused(1, &mut made.command_in(&deep, "image", &["--upper", changes.to_str().unwrap()]));
+        assert!(said.contains(" bytes; the kernel takes at most 255: choose a shorter path"), "{said}");
+    }
+}
+
 #[test]
 fn a_layer_is_of_one_image_and_one_mount() {
     let made = Made::new("flat");
@@ -164,11 +202,37 @@ fn a_layer_is_of_one_image_and_one_mount() {
     let twice = said("image", &["--upper", "changes", "--work", "own"]);
     let mnt = made.place.mnt.display();
     assert!(twice.contains(&format!("changes is already the upper layer of the mount on {mnt}")), "{twice}");
+    // By other paths, and with another work directory, or another upper layer.
+    fs::create_dir(made.place.at("bound")).unwrap();
+    rustix::mount::mount_bind(directory, made.place.at("bound")).unwrap();
+    let bound = made.place.at("bound");
+    let _bound = Mounted(&bound);
+    for (upper, work, used) in [
+        ("bound/changes", "bound/fresh", "bound/changes is already the upper layer of"),
+        ("bound/new", "bound/own", "bound/own is already the work directory of"),
+    ] {
+        let twice = said("image", &["--upper", upper, "--work", work]);
+        assert!(twice.contains(used), "{twice}");
+    }
+    let mount_point = said("image", &["--upper", "bound"]);
+    assert!(mount_point.contains("/bound: use a subdirectory of "), "{mount_point}");
     made.unmount(mounted);
     fs::write(made.place.at("tree/another"), "file").unwrap();
     made.build("other", "flat");
-    let other = said("other", &["--upper", "changes", "--work", "own"]);
-    assert!(other.contains("changes has the changes of another image ("), "{other}");
+    for work in ["own", "fresh"] {
+        let other = said("other", &["--upper", "changes", "--work", work]);
+        assert!(other.contains("changes has the changes of another image ("), "{other}");
+    }
+    // An empty layer belongs to no image. overlayfs removes backslashes.
+    fs::create_dir(made.place.at("back\\slash")).unwrap();
+    let empty = ["--upper", "back\\slash/upper"];
+    made.unmount(made.mounted(&empty).unwrap());
+    let mounted = made.mounted_by(&mut made.command("other", &empty)).unwrap();
+    fs::write(made.place.mnt.join("new"), "new").unwrap();
+    assert_eq!(fs::read(made.place.at("back\\slash/upper/new")).unwrap(), b"new");
+    let twice = said("other", &empty);
+    assert!(twice.contains("upper is already the upper layer of the mount on"), "{twice}");
+    made.unmount(mounted);
     let inside = said("image", &["--upper", "changes", "--work", "changes/work"]);
     assert!(inside.contains("must not contain each other"), "{inside}");
     fs::write(made.place.at("file"), "").unwrap();
@@ -182,6 +246,6 @@ fn a_layer_is_of_one_image_and_one_mount() {
     if shared.metadata().is_ok_and(|shared| shared.dev() != directory.metadata().unwrap().dev()) {
         let work = tempfile::tempdir_in(shared).unwrap();
         let apart = said("image", &["--upper", "fresh", "--work", work.path().to_str().unwrap()]);
-        assert!(apart.contains("is on another file system than"), "{apart}");
+        assert!(apart.contains("is on another mount or file system than"), "{apart}");
     }
 }

@@ -1,6 +1,7 @@
 //! `ferry image push` and `pull`, and mounts of what is not here yet, with Debian's docker-registry and with an S3 server.
 #![cfg(feature = "registry")]
 use crate::common;
+use crate::metrics::free_port;
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -10,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use common::images::{Kind, LAYOUTS, Place, Target, content, json, number, text};
-use common::place::{Place as Mounted, until};
+use common::place::{Place as Mounted, unmount, until};
 use common::servers::{S3_SECRET, USER, registry};
 use common::{ferry, needs_fuse, refused, run};
 
@@ -296,8 +297,7 @@ fn bad_words_are_refused_in_one_sentence() {
     };
     assert!(pull(&["nowhere"]).contains("write oci:HOST/NAME:TAG"));
     assert!(pull(&["oci:http://registry.invalid/a"]).contains("--plain-http"));
-    // Nobody listens on a port that was just given back.
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let said = pull(&[&format!("oci:127.0.0.1:{port}/a")]);
     assert!(said.contains(&format!("http://127.0.0.1:{port}/v2/a/manifests/latest")), "{said}");
     let mut mount = ferry();
@@ -412,13 +412,14 @@ struct KernelMount<'a> {
     place: &'a Place,
     target: &'a Target,
     digest: String,
+    image: PathBuf,
     dir: PathBuf,
 }
 
 impl KernelMount<'_> {
     fn command(&self, words: &[&str]) -> Command {
         let mut line = self.place.command("mount", "lazy");
-        self.target.set(&mut line).arg(self.place.at("lazy.img")).arg(&self.dir);
+        self.target.set(&mut line).arg(&self.image).arg(&self.dir);
         line.args(["--from", &self.target.reference, "--digest", &self.digest]).args(words);
         line
     }
@@ -447,6 +448,17 @@ impl KernelMount<'_> {
 
     fn read(&self, name: &str) -> std::io::Result<Vec<u8>> {
         fs::read(self.dir.join(name))
+    }
+
+    /// That a mount over FUSE shows what is not here.
+    fn waits_by_fuse(&self) {
+        let output = run(&mut self.command(&["--jobs", "0"]));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.code(), output.stdout), (Some(0), Vec::new()), "{said}");
+        assert!(self.read("sub/07").unwrap() == content(7, 10_000), "{said}");
+        assert!(said.contains("mounting over FUSE instead: ferry mount image:"), "{said}");
+        assert!(said.contains(" --jobs 0 "), "{said}");
+        assert!(!self.place.is_all_here("lazy"));
     }
 
     fn is_denied(&self, name: &str) {
@@ -486,15 +498,59 @@ fn the_fuse_mount_waits_where_the_kernel_cannot() {
     let digest = place.build();
     json(&mut place.push(&target));
     let mounted = Mounted::new();
-    let mount = KernelMount { place: &place, target: &target, digest, dir: mounted.mnt.clone() };
-    let output = run(&mut mount.command(&["--jobs", "0"]));
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!((output.status.code(), output.stdout), (Some(0), Vec::new()), "{said}");
-    assert!(said.contains("mounting over FUSE instead: ferry mount image:"), "{said}");
-    assert!(said.contains(" --jobs 0 "), "{said}");
-    assert_eq!(mount.read("sub/07").unwrap(), content(7, 10_000));
-    assert!(!place.is_all_here("lazy"));
+    let image = place.at("lazy.img");
+    let mount = KernelMount { place: &place, target: &target, digest, image, dir: mounted.mnt.clone() };
+    mount.waits_by_fuse();
     assert!(mounted.mounts()[0].contains("fuse"), "{:?}", mounted.mounts());
+}
+
+/// The kernel mounts an image on a tmpfs from a loop device only, whose reads of the packs cannot be watched.
+#[test]
+fn the_fuse_mount_waits_if_the_kernel_needs_a_loop_device() {
+    needs_fuse!();
+    if !Path::new("/dev/shm").is_dir() {
+        ferry_skip::skip!("no tmpfs at /dev/shm");
+        return;
+    }
+    let place = Place::below("/var/tmp");
+    let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };
+    let digest = place.build();
+    json(&mut place.push(&target));
+    let (mounted, shared) = (Mounted::new(), tempfile::tempdir_in("/dev/shm").unwrap());
+    let image = shared.path().join("lazy.img");
+    let mount = KernelMount { place: &place, target: &target, digest, image, dir: mounted.mnt.clone() };
+    mount.waits_by_fuse();
+    assert!(mounted.mounts()[0].contains("fuse"), "{:?}", mounted.mounts());
+}
+
+/// `umount` removes what is on top, which may be the mount of another program.
+#[test]
+fn a_signal_removes_only_the_own_mount() {
+    needs_fuse!();
+    let place = Place::below("/var/tmp");
+    let Some(target) = Target::start(Kind::Oci, &place.at("server")) else { return };
+    let digest = place.build();
+    json(&mut place.push(&target));
+    let (image, dir) = (place.at("lazy.img"), place.at("mnt"));
+    fs::create_dir(&dir).unwrap();
+    let mount = KernelMount { place: &place, target: &target, digest, image, dir };
+    let Some(mut server) = mount.served(&["--jobs", "0", "--fetch-ahead", "1"]) else { return };
+    let open = File::open(mount.dir.join("sub/07")).unwrap();
+    rustix::mount::mount("none", &mount.dir, "tmpfs", rustix::mount::MountFlags::empty(), None).unwrap();
+    fs::write(mount.dir.join("theirs"), "").unwrap();
+    let pid = rustix::process::Pid::from_child(&server);
+    let end = || rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    end();
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    assert!(mount.dir.join("theirs").exists() && server.try_wait().unwrap().is_none());
+    let mut bytes = vec![0; 10_000];
+    open.read_exact_at(&mut bytes, 0).unwrap();
+    assert!(bytes == content(7, 10_000));
+    drop(open);
+    unmount(&mount.dir);
+    end();
+    assert!(server.wait().unwrap().success());
+    assert!(!mount.dir.join("sub").exists());
 }
 
 #[test]
@@ -510,7 +566,8 @@ fn the_kernel_mounts_an_image_before_it_is_here() {
     json(&mut place.push(&target));
     let mount = |name: &str| {
         fs::create_dir(place.at(name)).unwrap();
-        KernelMount { place: &place, target: &target, digest: digest.clone(), dir: place.at(name) }
+        let image = place.at("lazy.img");
+        KernelMount { place: &place, target: &target, digest: digest.clone(), image, dir: place.at(name) }
     };
     let one = mount("one");
     let before = target.proxy.answered();

@@ -215,7 +215,7 @@ fn a_container_that_runs_is_recorded_by_its_id_or_the_beginning_of_it() {
     let mounted = Mounted::named(&id, &mounts);
     let twin = Mounted::named(&format!("{short}{}", &rest[1..]), &client.prepare("twin", &place.top()).unwrap());
     let (succeeded, said) = Recorder::start(short).ended();
-    assert!(!succeeded && said.contains("name more of it"), "{said}");
+    assert!(!succeeded && said.contains("give a longer name"), "{said}");
     drop((twin, mounted));
     let list = place.server.root().join("traces").join(place.manifest.strip_prefix("sha256:").unwrap());
     for name in [&*id, short] {

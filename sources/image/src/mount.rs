@@ -1,6 +1,6 @@
 //! Mounts of images by the kernel's EROFS.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 
 use rustix::fs::{CWD, Mode, OFlags, fstat, openat};
@@ -10,6 +10,9 @@ use crate::format::error::{Error, IoContext, Result};
 use crate::format::image::Image;
 use crate::store::layout::packs_directory;
 use crate::store::packs::Store;
+
+/// The longest string that fsconfig(2) takes.
+const STRING_BYTES_MAX: usize = 255;
 
 /// Permission to mount an image so that its files share the page cache with the same files of other images of its store: its
 /// identities were verified.
@@ -79,7 +82,9 @@ pub fn configure_erofs(
     share: Option<&InodeShare>,
 ) -> rustix::io::Result<()> {
     let fs = context.as_fd();
-    fsconfig_set_string(fs, "source", source)?;
+    // Kept open until the kernel has opened them.
+    let mut opened = Vec::new();
+    opened.extend(set_path(context, "source", source)?);
     fsconfig_set_flag(fs, "ro")?;
     if let Some(share) = share {
         share.configure(context)?;
@@ -89,9 +94,19 @@ pub fn configure_erofs(
         fsconfig_set_flag(fs, "noacl")?;
     }
     for device in devices {
-        fsconfig_set_string(fs, "device", device.as_ref())?;
+        opened.extend(set_path(context, "device", device.as_ref())?);
     }
     fsconfig_create(fs)
+}
+
+/// Sets an option to a path. If that is too long, sets it to the path of a descriptor, which is returned.
+fn set_path(context: &OwnedFd, key: &str, path: &Path) -> rustix::io::Result<Option<OwnedFd>> {
+    if path.as_os_str().len() <= STRING_BYTES_MAX {
+        return fsconfig_set_string(context.as_fd(), key, path).map(|()| None);
+    }
+    let file = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    fsconfig_set_string(context.as_fd(), key, format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    Ok(Some(file))
 }
 
 /// Returns the kernel's messages for a failed mount of any type, which are more precise than the error number.
