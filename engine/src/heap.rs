@@ -70,6 +70,9 @@ mod tests {
 
     #[test]
     fn large_buffers_are_returned() {
+        if !ferry_alone::in_own_process() {
+            return;
+        }
         return_large_buffers();
         let before = anonymous_bytes();
         // One for each arena of glibc.
@@ -93,6 +96,9 @@ mod tests {
 
     #[test]
     fn code_and_constants_are_there_again_when_they_are_used() {
+        if !ferry_alone::in_own_process() {
+            return;
+        }
         let resident = || {
             let statm = std::fs::read_to_string("/proc/self/statm").expect("there is /proc");
             statm.split(' ').nth(2).and_then(|shared| shared.parse::<usize>().ok()).expect("pages of files")

@@ -60,7 +60,9 @@ enter_root() {
 # QEMU's ports have names. The kernel learns of them one after the other, so this may have to wait.
 find_ports() {
     [ "$kind" = qemu ] || return 0
-    for attempt in 1 2 3 4 5 6 7 8 9 10; do
+    attempts=300
+    while [ $attempts -gt 0 ]; do
+        attempts=$((attempts - 1))
         for port in /sys/class/virtio-ports/*; do
             case $(b cat "$port/name" 2>/dev/null) in
             control) control=/dev/${port##*/} ;;

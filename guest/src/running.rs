@@ -14,6 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, pidfd_send_signal};
+use tempfile::TempDir;
 
 use crate::stdio::{self, RawTerminal};
 use crate::{Arch, Context, Error, Guest, Input, Kind, Output, Result, machine};
@@ -30,8 +31,14 @@ const STATUS_SIGPIPE: i32 = 141;
 /// Hands its own descriptors 0 to 2 on as 3 to 5. The machine dies with the thread that started it.
 const START: &str = r#"log=$1; shift; exec setpriv --pdeathsig KILL "$@" 3<&0 4>&1 5>&2 </dev/null >>"$log" 2>&1"#;
 
-/// What Linux logs at last when it cannot go on.
-const KERNEL_PANIC: &str = "Kernel panic - not syncing";
+/// What Linux logs when it cannot go on, or not as before.
+const KERNEL_FAILURES: [&str; 3] = ["Kernel panic - not syncing", "Oops:", "BUG: "];
+
+/// Such a line that only says that the machine is slow ("BUG: soft lockup - CPU#0 stuck for 22s!").
+const KERNEL_LOCKUP: &str = "lockup";
+
+/// How often the log of a booting guest is searched for [`KERNEL_FAILURES`].
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The prefix of the directories of guests.
 const DIR_PREFIX: &str = "ferry-guest.";
@@ -94,19 +101,24 @@ impl Running {
         let terminal = if inherited { stdio::terminal_size() } else { None };
         remove_stale(guest.boot_timeout);
         let is_emulated = !kvm && matches!(guest.kind, Kind::Qemu { .. });
-        let (mut running, lines) = match Self::boot(&guest, terminal, kvm) {
-            // Linux changes its own code while it comes up. Seldom, an emulated CPU executes half of a change by another one.
-            Err(Error::Guest { log, .. }) if is_emulated && log.contains(KERNEL_PANIC) => {
-                Self::boot(&guest, terminal, kvm)?
-            }
-            booted => booted?,
-        };
+        let (mut running, mut lines, mut dir) = Self::boot(&guest, terminal, kvm)?;
+        let mut ready = running.await_ready(guest.boot_timeout, is_emulated);
+        // Linux changes its own code while it comes up. Seldom, an emulated CPU executes half of a change by another one.
+        if is_emulated && running.has_kernel_failed() {
+            running.kill();
+            let _ = running.ended.recv_timeout(POWER_OFF_TIMEOUT);
+            (running, lines, dir) = Self::boot(&guest, terminal, kvm)?;
+            ready = running.await_ready(guest.boot_timeout, false);
+        }
+        ready?;
+        // The guest has read everything that it needs, so the directory can be removed.
+        drop(dir);
         running.connect(guest, terminal, lines)?;
         Ok(running)
     }
 
-    /// Starts the machine, and waits until its kernel has come up. Returns our ends of its lines, too.
-    fn boot(guest: &Guest, terminal: Option<(u16, u16)>, kvm: bool) -> Result<(Self, [UnixStream; 3])> {
+    /// Starts the machine. Returns our ends of its lines, too, and the directory that it boots from.
+    fn boot(guest: &Guest, terminal: Option<(u16, u16)>, kvm: bool) -> Result<(Self, [UnixStream; 3], TempDir)> {
         let dir = tempfile::Builder::new()
             .prefix(DIR_PREFIX)
             .tempdir()
@@ -122,7 +134,7 @@ impl Running {
         let (process, ended) = launch(&args, &log_path, guest, [control_end, out_end, err_end])?;
 
         let reader = control.try_clone().context(|| "use the guest's control line".into())?;
-        let mut running = Self {
+        let running = Self {
             stdin: None,
             stdout: None,
             stderr: None,
@@ -133,20 +145,27 @@ impl Running {
             log,
             raw_terminal: None,
         };
-        running.await_ready(guest.boot_timeout)?;
-        // The guest has read everything that it needs, so the directory can be removed.
-        drop(dir);
-        Ok((running, [control, out, err]))
+        Ok((running, [control, out, err], dir))
     }
 
-    fn await_ready(&mut self, timeout: Duration) -> Result<()> {
-        match self.said.recv_timeout(timeout) {
-            Ok(ControlMessage::Ready) => Ok(()),
-            Ok(said) => Err(self.failure(said)),
-            Err(RecvTimeoutError::Disconnected) => Err(self.failure(ControlMessage::Nothing)),
-            Err(RecvTimeoutError::Timeout) => {
-                let message = format!("did not come up within {} s", timeout.as_secs());
-                Err(Error::Guest { message, log: self.log_tail() })
+    /// Waits until the kernel has come up, but no longer than until it has failed, if so asked.
+    fn await_ready(&mut self, timeout: Duration, ends_with_kernel: bool) -> Result<()> {
+        let end = Instant::now() + timeout;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            match self.said.recv_timeout(left.min(LOG_INTERVAL)) {
+                Ok(ControlMessage::Ready) => return Ok(()),
+                Ok(said) => return Err(self.failure(said)),
+                Err(RecvTimeoutError::Disconnected) => return Err(self.failure(ControlMessage::Nothing)),
+                Err(RecvTimeoutError::Timeout) if left > LOG_INTERVAL => {
+                    if ends_with_kernel && self.has_kernel_failed() {
+                        return Err(self.failure(ControlMessage::Nothing));
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    let message = format!("did not come up within {} s", timeout.as_secs());
+                    return Err(Error::Guest { message, log: self.log_tail() });
+                }
             }
         }
     }
@@ -276,18 +295,36 @@ impl Running {
         Error::Guest { message, log: self.log_tail() }
     }
 
-    fn log_tail(&self) -> String {
-        let mut log = &self.log;
-        let mut bytes = Vec::new();
-        let read = log
-            .seek(SeekFrom::End(0))
-            .and_then(|end| log.seek(SeekFrom::Start(end.saturating_sub(LOG_TAIL_BYTES))))
-            .and_then(|_| log.read_to_end(&mut bytes));
-        match read {
-            Ok(_) => String::from_utf8_lossy(&bytes).into_owned(),
-            Err(error) => format!("(unreadable: {error})"),
-        }
+    /// Returns the log of the guest's console. It can be read after the guest's end, too.
+    ///
+    /// # Errors
+    /// [`Error::Host`] if this process has no descriptor left.
+    pub fn console(&self) -> Result<File> {
+        self.log.try_clone().context(|| "keep the guest's log".into())
     }
+
+    fn log_tail(&self) -> String {
+        self.read_log(LOG_TAIL_BYTES).unwrap_or_else(|error| format!("(unreadable: {error})"))
+    }
+
+    /// Returns the end of the log.
+    fn read_log(&self, bytes_max: u64) -> io::Result<String> {
+        let (mut log, mut bytes) = (&self.log, Vec::new());
+        let end = log.seek(SeekFrom::End(0))?;
+        log.seek(SeekFrom::Start(end.saturating_sub(bytes_max)))?;
+        log.read_to_end(&mut bytes)?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// Returns whether the kernel's log has one of [`KERNEL_FAILURES`].
+    fn has_kernel_failed(&self) -> bool {
+        self.read_log(u64::MAX).is_ok_and(|log| has_kernel_failed(&log))
+    }
+}
+
+fn has_kernel_failed(log: &str) -> bool {
+    let is_failure = |line: &str| KERNEL_FAILURES.iter().any(|failure| line.contains(failure));
+    log.lines().any(|line| is_failure(line) && !line.contains(KERNEL_LOCKUP))
 }
 
 impl Drop for Running {
@@ -367,4 +404,24 @@ fn listen(control: UnixStream) -> Receiver<ControlMessage> {
         }
     });
     said
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_of_a_kernel_are_found_in_its_log() {
+        for (line, expected) in [
+            ("Kernel panic - not syncing: Attempted to kill init!", true),
+            ("Oops: 0002 [#1] PREEMPT SMP NOPTI", true),
+            ("Internal error: Oops: 0000000096000004 [#1] SMP", true),
+            ("BUG: kernel NULL pointer dereference, address: 0000000000000008", true),
+            ("watchdog: BUG: soft lockup - CPU#0 stuck for 22s! [swapper/0:1]", false),
+            ("Kernel command line: console=ttyS0 oops=panic", false),
+        ] {
+            let log = format!("[    0.000000] Linux version 7.2\r\n[    1.500000] {line}\r\n[    1.600000] end");
+            assert_eq!(has_kernel_failed(&log), expected, "{line}");
+        }
+    }
 }

@@ -21,7 +21,9 @@ pub mod survivor;
 pub mod window;
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::Read;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
@@ -39,6 +41,11 @@ pub const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// How long a server may take to give everything back, on a slow, busy machine.
 pub const SETTLE: Duration = Duration::from_secs(60);
+
+/// The maximum length of the end of a guest's console that is shown.
+const CONSOLE_LINES_MAX: usize = 60;
+/// The same in bytes.
+const CONSOLE_BYTES_MAX: usize = 16 << 10;
 
 /// All cache modes, with the names that tests say.
 pub const CACHES: [(&str, Cache); 4] =
@@ -210,13 +217,15 @@ pub struct GuestResult {
     pub err: String,
     /// From the start of the guest to its end.
     pub took: Duration,
+    /// The end of the guest's console, if the command failed.
+    pub console: String,
 }
 
 impl GuestResult {
     /// The output of a command that must have succeeded.
     #[track_caller]
     pub fn ok(self) -> String {
-        assert_eq!(self.status, 0, "the command failed:\n{}\n{}", self.out, self.err);
+        assert_eq!(self.status, 0, "the command failed:\n{}\n{}\n{}", self.out, self.err, self.console);
         self.out
     }
 }
@@ -253,12 +262,25 @@ pub fn collect(mut running: Running, timeout: Duration, start: Instant) -> Guest
             String::from_utf8_lossy(&bytes).into_owned()
         })
     });
+    let console = running.console().unwrap();
     let status = running.wait_timeout(timeout);
     let (out, err) = (out.join().unwrap(), err.join().unwrap());
+    let console = if matches!(status, Ok(0)) { String::new() } else { console_tail(&console) };
     match status {
-        Ok(status) => GuestResult { status, out, err, took: start.elapsed() },
+        Ok(status) => GuestResult { status, out, err, took: start.elapsed(), console },
         Err(error) => panic!("{error}\nthe command's output:\n{out}\n{err}"),
     }
+}
+
+/// The last lines of a guest's console, with a headline.
+fn console_tail(console: &File) -> String {
+    let mut bytes = vec![0; CONSOLE_BYTES_MAX];
+    let start = console.metadata().unwrap().len().saturating_sub(CONSOLE_BYTES_MAX as u64);
+    let read = console.read_at(&mut bytes, start).unwrap();
+    let text = String::from_utf8_lossy(&bytes[..read]);
+    let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+    let last = &lines[lines.len().saturating_sub(CONSOLE_LINES_MAX)..];
+    format!("the end of the guest's console:\n{}", last.join("\n"))
 }
 
 /// The server's own log goes to the tests' output, at `RUST_LOG` or warnings only.

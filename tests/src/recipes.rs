@@ -14,7 +14,8 @@ use crate::{Place, directory};
 /// Longer than any of them takes on a loaded machine.
 const LIMIT: &str = "300";
 
-/// What all scripts begin with. `serve` runs a server in the background, and waits until it is up.
+/// What all scripts begin with. `serve` runs a server in the background, and waits until it is up. `umount` retries for a minute
+/// what is busy.
 const PRELUDE: &str = r#"
 set -eu
 mount --make-rprivate /
@@ -27,6 +28,19 @@ echo from-host | tee /srv/src/from-host /srv/doc/from-host "$HOME/project/from-h
 ln -s "$HOME/.ferry" /tmp/bin/ferry
 PATH=/tmp/bin:$PATH:/usr/sbin:/sbin
 cd "$HOME"
+# What has just used a mount may still have it open.
+umount() {
+    for attempt in $(seq 600); do
+        if error=$(command umount "$@" 2>&1); then return; fi
+        case $error in
+        *busy*) sleep 0.1 ;;
+        *) break ;;
+        esac
+    done
+    echo "$error" >&2
+    fuser -vm /mnt >&2 || true
+    return 1
+}
 servers=0
 serve() {
     servers=$((servers + 1))

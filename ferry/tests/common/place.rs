@@ -12,7 +12,7 @@ use rustix::process::Pid;
 use super::{ferry, run};
 
 /// The maximum time of each step, far more than needed.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A source and a mount point. Dropping it unmounts everything and ends the servers, also after a panic.
 pub struct Place {

@@ -122,6 +122,9 @@ fn opened_files_are_recorded_placed_first_and_read_ahead() {
     while is_cached(&file) && begin.elapsed() < Duration::from_secs(2) {
         rustix::fs::fadvise(&file, 0, None, Advice::DontNeed).unwrap();
     }
+    if is_cached(&file) {
+        ferry_skip::skip!("the pack stays in memory");
+    }
     let mounted = made.mounted().unwrap();
     let begin = Instant::now();
     while !is_cached(&file) {

@@ -120,7 +120,7 @@ fn a_signal_ends_it_and_nothing_is_left() {
         let begin = Instant::now();
         let ready = || if during_boot { fs::read_dir(&tmp).unwrap().count() > 0 } else { dir.join("up").exists() };
         while !ready() {
-            assert!(begin.elapsed() < Duration::from_secs(60), "the guest does not come up");
+            assert!(begin.elapsed() < Duration::from_secs(300), "the guest does not come up");
             std::thread::sleep(Duration::from_millis(10));
         }
         kill_process(Pid::from_child(&child), signal).unwrap();

@@ -93,7 +93,7 @@ fn mirrors_are_tried_before_the_registry() {
 fn paths_of_hosts_are_kept() {
     let place = Place::new();
     let hosts = place.at("certs.d");
-    place.fake.fault(|request, reply| match request.path.contains("/proxy/v2/a/b/") {
+    place.fake.fault(|request, reply| match request.path.starts_with("/proxy/v2/a/b/") {
         true => reply,
         false => Reply::of(404, ""),
     });

@@ -83,12 +83,16 @@ fn main() {
             let pages = || (0..mapped.bytes).step_by(4096);
             // SAFETY: it lies within the mapping, and is one byte, of which there is no reference; others may change it.
             let byte = |at: usize| unsafe { mapped.at(at).read_volatile() };
-            assert!(pages().all(|at| byte(at) != 0), "all of it has something in it");
+            let first_zero = || pages().position(|at| byte(at) == 0);
+            assert_eq!(first_zero(), None, "the first page of zeros");
             File::create(ready).unwrap();
             while std::fs::metadata(go).is_err() {
                 std::thread::sleep(std::time::Duration::from_millis(50));
             }
             let full = pages().filter(|at| byte(*at) != 0).count();
+            if let Some(number) = first_zero() {
+                eprintln!("ferry-window: page {number} is the first one of zeros");
+            }
             for at in pages() {
                 // SAFETY: as for reading.
                 unsafe { mapped.at(at).write_volatile(7) };

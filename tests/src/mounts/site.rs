@@ -61,7 +61,7 @@ impl Site {
             panic!("it did not end within {limit:?}: {command:?}\n{out}\n{err}");
         };
         let status = status.code().unwrap_or(-1);
-        GuestResult { status, out, err, took: begin.elapsed() }
+        GuestResult { status, out, err, took: begin.elapsed(), console: String::new() }
     }
 
     /// Starts a program in the directory, in a process group of its own.

@@ -120,6 +120,15 @@ fn a_full_disk_fails_only_allocating_requests() {
     good(&disk.qemu_io(&["write -P 5 1M 64k", "read -P 5 1M 64k"]));
 }
 
+/// Waits until the server has noticed the length of the file.
+fn wait_for_length(disk: &DiskServer, length: &str) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while good(&disk.qemu_io(&["length"])).trim() != length {
+        assert!(Instant::now() < end, "it is not {length} long");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
 #[test]
 fn a_truncated_file_fails_only_requests_past_its_end() {
     let disk = DiskServer::new(Place::Disk, 4 * MIB, &Options::default());
@@ -128,7 +137,7 @@ fn a_truncated_file_fails_only_requests_past_its_end() {
     bad(&disk.qemu_io(&["read 2M 64k"]));
     good(&disk.qemu_io(&["read -P 4 0 1M"]));
     // And once it has been noticed, writes do not make the file grow again.
-    std::thread::sleep(Duration::from_millis(1500));
+    wait_for_length(&disk, "1 MiB");
     bad(&disk.qemu_io(&["write 2M 64k"]));
     assert_eq!(fs::metadata(&disk.file).unwrap().len(), MIB);
 }
@@ -138,11 +147,7 @@ fn a_larger_file_is_a_larger_disk() {
     let disk = DiskServer::new(Place::Disk, 4 * MIB, &Options::default());
     assert!(good(&disk.qemu_io(&["length"])).contains("4 MiB"));
     ferry_disk::grow(&disk.file, 8 * MIB, &Options::default()).unwrap();
-    let end = Instant::now() + Duration::from_secs(10);
-    while !good(&disk.qemu_io(&["length"])).contains("8 MiB") {
-        assert!(Instant::now() < end, "nobody noticed");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    wait_for_length(&disk, "8 MiB");
     good(&disk.qemu_io(&["write -P 1 7M 1M", "read -P 1 7M 1M"]));
 }
 

@@ -15,6 +15,8 @@ use ferry_tests::{Guest, GuestCache, Input, Output, Place, TIMEOUT, directory, r
 
 const MIB: u64 = 1 << 20;
 const WITHIN: Duration = Duration::from_secs(60);
+/// The maximum number of rounds of a measurement.
+const ROUNDS: usize = 5;
 
 const READ: u32 = 0;
 const WRITE_OUT: u32 = 1;
@@ -110,15 +112,19 @@ fn a_failing_file_fails_only_affected_requests() {
 fn slow_sectors_delay_no_others_and_failed_flushes_are_reported() {
     on_bad_file(Cache::None, |disk| {
         let mut driver = Driver::connect(&disk.socket, config(FEATURES & !(1 << 13))).unwrap();
-        let slow = [read(&mut driver, 5 * MIB, 4096), write(&mut driver, 5 * MIB + 4096, &[3; 512])];
-        let begin = Instant::now();
-        for _ in 0..20 {
-            let ticket = read(&mut driver, 8 * MIB, 4096);
-            assert_eq!(outcome(&mut driver, ticket), (vec![0; 4096], OK));
+        // Only the fastest round counts: the machine may be busy during the others.
+        let mut took = Vec::new();
+        while took.iter().all(|took| *took >= Duration::from_millis(1500)) {
+            assert!(took.len() < ROUNDS, "20 reads took {took:?} beside two that take 2 s");
+            let slow = [read(&mut driver, 5 * MIB, 4096), write(&mut driver, 5 * MIB + 4096, &[3; 512])];
+            let begin = Instant::now();
+            for _ in 0..20 {
+                let ticket = read(&mut driver, 8 * MIB, 4096);
+                assert_eq!(outcome(&mut driver, ticket), (vec![0; 4096], OK));
+            }
+            took.push(begin.elapsed());
+            assert_eq!(slow.map(|ticket| outcome(&mut driver, ticket).1), [OK, OK]);
         }
-        let took = begin.elapsed();
-        assert!(took < Duration::from_millis(1500), "20 reads took {took:?} beside two that take 2 s");
-        assert_eq!(slow.map(|ticket| outcome(&mut driver, ticket).1), [OK, OK]);
         let flush = |driver: &mut Driver| {
             let ticket = driver.queue(0).submit(&[&header(FLUSH, 0)], &[1]).unwrap();
             outcome(driver, ticket).1

@@ -4,7 +4,7 @@ use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use ferry_tests::{Cache, GuestCache, MOUNTPOINT, Process, Share, TIMEOUT, cache_name, collect, guest_on, run};
+use ferry_tests::{Cache, Export, GuestCache, MOUNTPOINT, Process, Share, TIMEOUT, cache_name, collect, guest_on, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -67,7 +67,7 @@ fn each_guest_sees_the_writes_of_the_other() {
         for round in $(seq 1 10); do
             seq $round $((round * 100)) >$1.new && mv $1.new $1.$round
             tries=0
-            while [ ! -e $other.$round ]; do tries=$((tries + 1)); [ $tries -lt 600 ]; sleep 0.05; done
+            while [ ! -e $other.$round ]; do tries=$((tries + 1)); [ $tries -lt 12000 ]; sleep 0.05; done
             seq $round $((round * 100)) | cmp - $other.$round
         done
     "#;
@@ -99,7 +99,7 @@ fn locks_pass_between_guests_and_from_the_dead() {
         );
         let start = Instant::now();
         let waiting = guest_on(&second, ["sh", "-euc", &format!("{hold} </dev/null")]).spawn().unwrap();
-        std::thread::sleep(Duration::from_millis(700));
+        wait_for(|| in_flight(&export, "setlkw") > 0);
         first.kill();
         assert_eq!(collect(waiting, TIMEOUT, start).ok(), "held\n", "{kind}");
         drop(first);
@@ -108,10 +108,16 @@ fn locks_pass_between_guests_and_from_the_dead() {
     export.stop();
 }
 
+/// How many requests of an operation have no reply yet.
+fn in_flight(export: &Export, operation: &str) -> u64 {
+    let snapshot = export.share().metrics().snapshot();
+    snapshot.operations.iter().filter(|counted| counted.name == operation).map(|counted| counted.in_flight).sum()
+}
+
 fn wait_for(condition: impl Fn() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
+    let end = Instant::now() + TIMEOUT;
     while !condition() {
-        assert!(Instant::now() < end, "it did not happen within a minute");
+        assert!(Instant::now() < end, "it did not happen within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -60,17 +61,17 @@ fn changes_of_persistent_files() {
 }
 
 /// Names and contents as one mount shows them.
-fn contents(root: &Path) -> BTreeMap<String, Vec<u8>> {
+fn contents(root: &Path) -> io::Result<BTreeMap<String, Vec<u8>>> {
     let mut all = BTreeMap::new();
-    for directory in fs::read_dir(root).unwrap() {
-        let directory = directory.unwrap().path();
-        for entry in fs::read_dir(&directory).unwrap() {
-            let path = entry.unwrap().path();
+    for directory in fs::read_dir(root)? {
+        let directory = directory?.path();
+        for entry in fs::read_dir(&directory)? {
+            let path = entry?.path();
             let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
-            all.insert(name, fs::read(&path).unwrap());
+            all.insert(name, fs::read(&path)?);
         }
     }
-    all
+    Ok(all)
 }
 
 /// Renames, removals and writes of the same few names through both mounts, each with a notification to the other.
@@ -100,8 +101,13 @@ fn storm(cells: [&str; 2], seconds: u64) {
     assert_eq!(stuck, 0, "{one} and {two}: processes are stuck: {}", pair.said());
     let [a, b] = pair.paths();
     let begin = Instant::now();
-    while contents(a) != contents(b) {
-        assert!(begin.elapsed() < LATE * 4, "{one} and {two}: {:?} and {:?}", contents(a), contents(b));
+    loop {
+        // A name that one mount still shows may be gone already.
+        match (contents(a), contents(b)) {
+            (Ok(by_one), Ok(by_other)) if by_one == by_other => break,
+            both => assert!(begin.elapsed() < LATE * 40, "{one} and {two}: {both:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
     pair.finish();
 }

@@ -249,7 +249,7 @@ def wait():
 threads = [threading.Thread(target=wait) for _ in range(count)]
 for thread in threads: thread.start()
 for _ in threads: tried.acquire()
-end = time.time() + 5
+end = time.time() + 60
 while not refused and time.time() < end: time.sleep(0.01)
 os.stat(os.path.dirname(path))
 fcntl.flock(holder, fcntl.LOCK_UN)
@@ -265,7 +265,7 @@ fn as_many_waiting_locks_as_entries_leave_room_for_the_unlock() {
     let file = mounted.site.path.join("file");
     fs::write(&file, "").unwrap();
     let mut command = Command::new("timeout");
-    command.args(["--signal=KILL", "120", "python3", "-c", MANY_WAITERS]).arg(&file);
+    command.args(["--signal=KILL", "175", "python3", "-c", MANY_WAITERS]).arg(&file);
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stderr));
     mounted.finish();

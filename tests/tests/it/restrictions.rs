@@ -163,7 +163,7 @@ fn check(user: u32, groups: &[u32], flags: &str, outcome: &Outcome) {
             // Whatever users it has acted as, it ends with the process that was started.
             let inside = served.inside.pid();
             drop(served);
-            let end = Instant::now() + Duration::from_secs(10);
+            let end = Instant::now() + Duration::from_secs(60);
             // Whoever inherits it may wait for it late, or never.
             let runs = |status: String| !status.contains("State:\tZ");
             while fs::read_to_string(format!("/proc/{}/status", inside.as_raw_nonzero())).is_ok_and(runs) {

@@ -13,7 +13,7 @@ use ferry_vfs::FileSystem;
 use rustix::thread::Pid;
 
 /// No test takes longer, unless something hangs.
-const PATIENCE: Duration = Duration::from_secs(40);
+const PATIENCE: Duration = Duration::from_secs(150);
 
 /// What is waited for comes in less, unless it never comes, even if the machine has much else to do.
 const SOON: Duration = Duration::from_secs(5);
@@ -83,7 +83,7 @@ impl Mounted {
     pub fn stop(mut self) {
         let start = Instant::now();
         self.export.take().unwrap().stop();
-        assert!(start.elapsed() < Duration::from_secs(10), "stopping took {:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(60), "stopping took {:?}", start.elapsed());
         assert!(!is_mounted(&self.at));
     }
 }

@@ -17,6 +17,9 @@ use ferry_vfs::{
     Attr, Caller, Data, Entry, Errno, FileSystem, Handle, Ino, IoRange, Name, OFlags, Output, Result, SetAttr,
 };
 
+/// The maximum number of rounds of a measurement.
+const ROUNDS: u32 = 5;
+
 fn null(path: Path, options: impl Fn(&mut Options)) -> (Arc<Null>, Mounted) {
     let source = Arc::new(Null::default());
     let mut chosen = Options { cache: Cache::None, ring_depth: 2, threads: 1, ..plain(path) };
@@ -76,12 +79,17 @@ fn a_handler_that_blocks_stalls_neither_its_cpu_nor_the_mount() {
             }
             stay_on(0);
             wait_until(&format!("all are blocked at once by {path:?}"), || source.held.load(Ordering::SeqCst) == 6);
-            let start = Instant::now();
-            for _ in 0..100 {
-                assert_eq!(read(&mounted, "file").unwrap(), 512);
-            }
-            // If each of them waited until a handler is seen to be blocked, it would be 2 s.
-            assert!(start.elapsed() < Duration::from_secs(2), "took {:?}", start.elapsed());
+            let hundred_reads = || {
+                let start = Instant::now();
+                for _ in 0..100 {
+                    assert_eq!(read(&mounted, "file").unwrap(), 512);
+                }
+                start.elapsed()
+            };
+            // Only the fastest round counts: the machine may be busy during the others. If each read waited until a handler is
+            // seen to be blocked, it would be 2 s.
+            let took = (0..ROUNDS).map(|_| hundred_reads()).find(|took| *took < Duration::from_secs(2));
+            assert!(took.is_some(), "100 reads took 2 s or more in each of {ROUNDS} rounds");
             assert_eq!(source.held.load(Ordering::SeqCst), 6);
             source.let_go.store(true, Ordering::SeqCst);
         });

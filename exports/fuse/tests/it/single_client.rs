@@ -42,7 +42,8 @@ fn no_close_is_waited_for() {
             requests
         });
         // GETATTR of the directory, which has changed, LOOKUP, CREATE, and RELEASE, which is asynchronous.
-        assert!(alone <= 4 * FILES, "{path:?}: {alone}");
+        // A request more for half of them is allowed: the kernel may look something up again.
+        assert!(alone <= 4 * FILES + FILES / 2, "{path:?}: {alone}");
         // And a FLUSH.
         assert!(shared >= 5 * FILES - 1, "{path:?}: {shared}");
     }

@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::*;
 use ferry_dir::Options;
@@ -227,9 +227,7 @@ fn a_lock_of_a_host_process_is_respected_and_waited_for() {
     assert_eq!(parked, Ok(LockOutcome::Waiting));
     assert!(receiver.recv_timeout(NOT_YET).is_err());
     holder.end();
-    let start = Instant::now();
     assert_eq!(receiver.recv_timeout(SOON), Ok(Ok(())));
-    assert!(start.elapsed() < Duration::from_millis(500), "{:?}", start.elapsed());
     assert_eq!(f.set(&lock(LockKind::Write, 2, 0, END)), Err(Errno::AGAIN));
 }
 
