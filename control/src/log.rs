@@ -3,15 +3,16 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::str::FromStr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_vfs::RatelimitedLog;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracing::callsite::Identifier;
 use tracing::level_filters::LevelFilter;
 use tracing::{Level, Metadata};
@@ -40,6 +41,9 @@ const SIMILARITY_MIN: f64 = 0.7;
 const SYSLOG: &str = "/dev/log";
 /// The facility "daemon" of RFC 3164.
 const DAEMON: u8 = 3 << 3;
+
+/// A pipe that is writable takes this many bytes at once (pipe(7)).
+const PIPE_BUF: usize = 4096;
 
 /// A level or a list of `crate=level`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -92,6 +96,7 @@ impl Logging {
             listeners: listeners.clone(),
             own_requests: Arc::clone(&own_requests),
             syslog,
+            stderr: Stderr::default(),
             limits: Limits::default(),
         };
         let lines = tracing_subscriber::fmt::layer()
@@ -291,7 +296,40 @@ struct Writer {
     listeners: Listeners,
     own_requests: Arc<AtomicBool>,
     syslog: Option<Syslog>,
+    stderr: Stderr,
     limits: Limits,
+}
+
+/// Standard error. Lines that it has no room for are dropped and counted: its reader may itself wait for a request.
+#[derive(Default)]
+struct Stderr {
+    dropped: AtomicU32,
+}
+
+impl Stderr {
+    /// Writes a line to `to`, which is locked.
+    fn write(&self, mut to: impl Write + AsFd, line: &str) -> io::Result<()> {
+        let dropped = self.dropped.load(Ordering::Relaxed);
+        let more = match dropped {
+            0 => String::new(),
+            _ => format!(" WARN {dropped} more lines were not logged: standard error had no room\n"),
+        };
+        for part in (more + line).as_bytes().chunks(PIPE_BUF) {
+            if !has_room(&to) {
+                self.dropped.store(dropped.saturating_add(1), Ordering::Relaxed);
+                return Ok(());
+            }
+            to.write_all(part)?;
+        }
+        self.dropped.store(0, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// Whether a write does not block; a failure counts as room, so that the write returns it.
+fn has_room(to: &impl AsFd) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut [PollFd::new(to, PollFlags::OUT)], Some(&now)) != Ok(0)
 }
 
 /// The rate limits of warnings and errors, one for each line of code that logs, because outside input can trigger them. The lines of a
@@ -371,7 +409,7 @@ impl Line<'_> {
         }
         // If the system log is gone or slow, standard error receives the line.
         let sent = self.to.syslog.as_ref().is_some_and(|syslog| syslog.send(self.severity, plain.as_bytes()).is_ok());
-        if sent { Ok(()) } else { io::stderr().write_all(coloured.as_bytes()) }
+        if sent { Ok(()) } else { self.to.stderr.write(io::stderr().lock(), &coloured) }
     }
 }
 
@@ -393,6 +431,8 @@ impl Write for Line<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use super::*;
 
     #[test]
@@ -422,6 +462,7 @@ mod tests {
             listeners: Listeners::default(),
             own_requests: Arc::default(),
             syslog: Some(Syslog::connect_to(&path, "ferry", std::process::id).unwrap()),
+            stderr: Stderr::default(),
             limits: Limits::default(),
         };
         let mut line = Line { to: &writer, severity: severity(Level::WARN), admitted: Some(0), is_own: true };
@@ -435,12 +476,30 @@ mod tests {
         line.write_all(b"on standard error\n").unwrap();
     }
 
+    /// As when journald hangs: it may wait for the server that logs.
+    #[test]
+    fn a_full_pipe_drops_lines_and_counts_them() {
+        let (mut reader, writer) = io::pipe().unwrap();
+        let stderr = Stderr::default();
+        let line = "x".repeat(LOG_LINE_BYTES_MAX - 1) + "\n";
+        (0..100).for_each(|_| stderr.write(&writer, &line).unwrap());
+        let mut bytes = vec![0; 1 << 20];
+        let written = reader.read(&mut bytes).unwrap() / line.len();
+        assert!((1..100).contains(&written), "{written}");
+        stderr.write(&writer, "next\n").unwrap();
+        stderr.write(&writer, "last\n").unwrap();
+        let length = reader.read(&mut bytes).unwrap();
+        let more = format!(" WARN {} more lines were not logged: standard error had no room\n", 100 - written);
+        assert_eq!(String::from_utf8_lossy(&bytes[..length]), more + "next\nlast\n");
+    }
+
     /// Two places of a program that repeat a message are limited separately.
     #[test]
     fn a_warning_is_logged_a_few_times_from_each_place() {
         let listeners = Listeners::default();
         let heard = listeners.add(1000);
-        let writer = Writer { listeners, own_requests: Arc::default(), syslog: None, limits: Limits::default() };
+        let (stderr, limits) = (Stderr::default(), Limits::default());
+        let writer = Writer { listeners, own_requests: Arc::default(), syslog: None, stderr, limits };
         let lines =
             tracing_subscriber::fmt::layer().with_writer(writer).without_time().with_target(false).with_ansi(true);
         tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), || {

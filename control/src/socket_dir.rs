@@ -6,6 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -57,8 +58,14 @@ fn check(directory: &Path, uid: u32) -> Result<(), Error> {
     if private { Ok(()) } else { Err(Error::NotPrivate(directory.into())) }
 }
 
-/// Removes the sockets of killed servers.
+/// Removes the sockets of killed servers, once for this process and those that it forks afterwards: each of many servers of one
+/// manager would look at the sockets of all others.
 pub(crate) fn remove_dead(directory: &Path) {
+    static REMOVED: Once = Once::new();
+    REMOVED.call_once(|| remove_dead_now(directory));
+}
+
+fn remove_dead_now(directory: &Path) {
     for path in entries(directory) {
         let is_socket = fs::symlink_metadata(&path).is_ok_and(|found| found.file_type().is_socket());
         let name = path.file_name().and_then(|name| name.to_str());
@@ -232,13 +239,28 @@ mod tests {
         let (sender, receiver) = std::sync::mpsc::channel();
         let dir = directory.path().to_owned();
         std::thread::spawn(move || {
-            remove_dead(&dir);
+            remove_dead_now(&dir);
             let endpoint = Endpoint { pid: std::process::id(), owner: rustix::process::geteuid().as_raw(), path };
             let _ = sender.send(endpoint.connect());
         });
         let outcome = receiver.recv_timeout(std::time::Duration::from_secs(10)).expect("at once");
         assert!(outcome.is_err_and(|error| error.to_string().contains("is it stopped?")));
         assert!(directory.path().join(std::process::id().to_string()).exists());
+    }
+
+    #[test]
+    fn servers_of_one_manager_look_for_dead_sockets_once() {
+        let directory = tempfile::tempdir().expect("a directory");
+        // Above the kernel's limit of process ids.
+        let path = directory.path().join("4194305");
+        let is_removed = |remove: fn(&Path)| {
+            drop(std::os::unix::net::UnixListener::bind(&path).expect("a free path"));
+            remove(directory.path());
+            fs::remove_file(&path).is_err()
+        };
+        assert!(is_removed(remove_dead_now));
+        is_removed(remove_dead);
+        assert!(!is_removed(remove_dead));
     }
 
     /// A user cannot make root's listing long.

@@ -13,7 +13,6 @@ use std::io::Write as _;
 
 use anyhow::{Context, Result};
 use ferry_control::{printable, printable_json};
-use ferry_isolation::Capabilities;
 use serde::Serialize;
 
 pub use args::Args;
@@ -69,19 +68,6 @@ fn all_checks() -> Vec<Check> {
     checks.extend(version::layers());
     checks.extend(vmm::checks());
     checks
-}
-
-/// Whether this process may mount; root of a container often may not.
-fn can_mount() -> bool {
-    Capabilities::of_thread().is_ok_and(Capabilities::can_mount)
-}
-
-/// The remedy for a process that may not mount.
-fn remedy_to_mount() -> &'static str {
-    match rustix::process::geteuid().is_root() {
-        true => "# run ferry outside of the container, or with CAP_SYS_ADMIN",
-        false => "# run ferry as root",
-    }
 }
 
 impl Report {

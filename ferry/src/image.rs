@@ -8,6 +8,7 @@ pub mod kernel;
 mod lazy;
 mod loops;
 mod mount;
+mod option_strings;
 mod private_root;
 pub mod registry;
 mod repair;

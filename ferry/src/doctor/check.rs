@@ -2,6 +2,7 @@
 
 use std::io;
 
+use ferry_isolation::Capabilities;
 use rustix::io::Errno;
 use serde::Serialize;
 
@@ -75,6 +76,19 @@ pub struct Lack {
     pub remedy: String,
     /// Some of it is there, so that exports that need it work.
     pub is_partial: bool,
+}
+
+/// Whether this process may mount; root of a container often may not.
+pub fn can_mount() -> bool {
+    Capabilities::of_thread().is_ok_and(Capabilities::can_mount)
+}
+
+/// The remedy for a process that may not mount.
+pub fn remedy_to_mount() -> &'static str {
+    match rustix::process::geteuid().is_root() {
+        true => "# run ferry outside of the container, or with CAP_SYS_ADMIN",
+        false => "# run ferry as root",
+    }
 }
 
 /// The remedy if the control group of a container refuses a device. The error is then EPERM; that of a file's mode is EACCES.

@@ -6,8 +6,7 @@ use ferry_engine::{IoMode, Transfers, TransfersError};
 use ferry_isolation::{Capabilities, View};
 use rustix::io::Errno;
 
-use super::check::{Check, Export};
-use super::{can_mount, remedy_to_mount};
+use super::check::{Check, Export, can_mount, remedy_to_mount};
 
 /// The oldest version of Landlock that has all rules of Ferry: it restricts files (2), TCP (4), ioctls (5) and signals (6).
 const LANDLOCK_WHOLE: u32 = 6;

@@ -8,8 +8,7 @@ use std::path::Path;
 use ferry_fuse::Verdict;
 use ferry_image::{Verity, verity_of};
 
-use super::check::{Check, Export, device_remedy};
-use super::{can_mount, remedy_to_mount};
+use super::check::{Check, Export, can_mount, device_remedy, remedy_to_mount};
 use crate::image::kernel;
 use crate::mount;
 

@@ -5,8 +5,7 @@ use std::fs;
 use rustix::process::{Resource, getrlimit};
 use rustix::thread::CapabilitySet;
 
-use super::check::{Check, Export};
-use super::{can_mount, remedy_to_mount};
+use super::check::{Check, Export, can_mount, remedy_to_mount};
 use crate::sandbox::may_lock_memory;
 
 /// Descriptors that a server of directories has use for: a guest that builds software holds tens of thousands of inodes.

@@ -2,10 +2,10 @@
 //! incomplete images.
 
 use std::collections::HashSet;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -20,14 +20,12 @@ use rustix::mount::{
 
 use super::args::{ImageArg, LazyArgs, StoreArg};
 use super::loops::Loop;
+use super::option_strings::{STRING_BYTES_MAX, escaped};
 use super::private_root;
 use super::upper::Upper;
 use super::verity::{self, Packs, VerityPolicy};
 use super::watch::KernelMountError;
 use crate::paths::descriptor_path;
-
-/// The longest string that fsconfig(2) takes.
-pub(super) const STRING_BYTES_MAX: usize = 255;
 
 /// Why an incomplete image cannot be mounted: holes would be read as zeros.
 pub(super) const NEEDS_BLOCK_DEVICE: &str = "the kernel mounts this image from block devices only, whose readers cannot wait for missing \
@@ -444,17 +442,9 @@ impl Layers<'_> {
     }
 }
 
-/// Escapes a path for overlayfs, which removes backslashes. Colons separate layers.
-pub(super) fn escaped(path: &Path) -> OsString {
-    let escape = |byte: &u8| match byte {
-        b':' | b'\\' => vec![b'\\', *byte],
-        _ => vec![*byte],
-    };
-    OsString::from_vec(path.as_os_str().as_bytes().iter().flat_map(escape).collect())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsString;
     use std::fs;
 
     use clap::Parser;

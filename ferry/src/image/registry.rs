@@ -174,12 +174,13 @@ mod with {
 
     use anyhow::{Context, bail};
     use ferry_image::{
-        FetchOptions, FirstFiles, Image, Objects, RepairCounts, Store, Trace, error_chain, repair_packs,
+        FetchOptions, FirstFiles, Image, ObjectError, Objects, RepairCounts, Store, Trace, error_chain, repair_packs,
     };
     use ferry_registry::{
         Client, ConvertOutcome, Counts, LIST_BYTES_MAX, LazyImage, LazyOptions, Limits, Options, Packs, PullOptions,
         PullOutcome, PushOutcome, Remote, list_beside, pull_lazily,
     };
+    use ferry_vfs::random_u64;
     use ferry_vfs::sync::lock;
     use serde_json::json;
 
@@ -208,8 +209,9 @@ mod with {
     const PATIENCE: Duration = Duration::from_secs(10);
     const ATTEMPTS: u32 = 2;
     const PULL_TIME: Duration = Duration::from_secs(300);
-    /// The pause after a failed background fetch.
-    const BACKGROUND_PAUSE: Duration = Duration::from_secs(30);
+    /// The pause after a failed round of the background fetch. It doubles while nothing is fetched.
+    const BACKGROUND_PAUSE_MIN: Duration = Duration::from_secs(30);
+    const BACKGROUND_PAUSE_MAX: Duration = Duration::from_secs(3600);
 
     fn remote(reference: &str, plain_http: bool, jobs: u16) -> Result<Arc<Remote>> {
         remote_with(reference, plain_http, jobs, Limits::default())
@@ -556,9 +558,19 @@ mod with {
             thread::sleep(TICK);
         }
         let jobs = if waits { jobs.min(jobs_beside_readers(packs.latency())) } else { jobs };
-        while let Err(bad) = objects.fetch_all(jobs, &AtomicBool::new(false), &wait) {
-            tracing::warn!("{bad}; retrying in {} s", BACKGROUND_PAUSE.as_secs());
-            thread::sleep(BACKGROUND_PAUSE);
+        let (mut begin, mut pause, mut last) = (None, Duration::ZERO, String::new());
+        loop {
+            let before = objects.fetched_bytes();
+            let Err(bad) = objects.fetch_round(&mut begin, jobs, &AtomicBool::new(false), &wait) else { break };
+            pause = next_pause(pause, objects.fetched_bytes() > before);
+            let why = cause(&bad);
+            if why == last {
+                tracing::debug!("{bad}; retrying in about {} s", pause.as_secs());
+            } else {
+                tracing::warn!("{bad}; retrying in about {} s", pause.as_secs());
+                last = why;
+            }
+            thread::sleep(spread(pause, random_u64()));
         }
         match objects.complete() {
             Ok(()) => {
@@ -573,9 +585,38 @@ mod with {
         }
     }
 
+    /// Returns the pause after a failed round.
+    fn next_pause(last: Duration, has_fetched: bool) -> Duration {
+        if has_fetched { BACKGROUND_PAUSE_MIN } else { (last * 2).clamp(BACKGROUND_PAUSE_MIN, BACKGROUND_PAUSE_MAX) }
+    }
+
+    /// Returns three to five quarters of a pause: a registry that fails would get the requests of all its hosts at the same time.
+    fn spread(pause: Duration, random: u64) -> Duration {
+        let half_ms = u64::try_from(pause.as_millis() / 2).unwrap_or(u64::MAX);
+        pause * 3 / 4 + Duration::from_millis(random % half_ms.max(1))
+    }
+
+    /// Returns why a round failed, without the object at which it did.
+    fn cause(bad: &ObjectError) -> String {
+        match bad {
+            ObjectError::Fetch { reason, .. } => reason.to_string(),
+            other => other.to_string(),
+        }
+    }
+
     #[cfg(test)]
     mod tests {
         use super::*;
+
+        #[test]
+        fn pauses_grow_while_nothing_is_fetched() {
+            let pauses = std::iter::successors(Some(Duration::ZERO), |last| Some(next_pause(*last, false)));
+            let seconds: Vec<_> = pauses.skip(1).take(9).map(|pause| pause.as_secs()).collect();
+            assert_eq!(seconds, [30, 60, 120, 240, 480, 960, 1920, 3600, 3600]);
+            assert_eq!(next_pause(BACKGROUND_PAUSE_MAX, true), BACKGROUND_PAUSE_MIN);
+            let spread = |random| spread(Duration::from_secs(40), random).as_millis();
+            assert_eq!([0, 19_999, 20_000].map(spread), [30_000, 49_999, 30_000]);
+        }
 
         #[test]
         fn slower_servers_have_more_requests_in_flight() {

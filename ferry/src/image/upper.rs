@@ -1,9 +1,7 @@
 //! Writable mounts of images: overlayfs's upper layer, and its work directory.
 
-use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File};
 use std::io::ErrorKind;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -15,7 +13,7 @@ use rustix::fs::{AtFlags, CWD, FlockOperation, StatxFlags, XattrFlags, flock, ge
 use rustix::io::Errno;
 
 use super::container::directory;
-use super::mount::{STRING_BYTES_MAX, escaped};
+use super::option_strings::{STRING_BYTES_MAX, escaped, unescaped};
 
 /// Longer than any digest as text.
 const DIGEST_TEXT_BYTES_MAX: usize = 256;
@@ -163,13 +161,6 @@ fn use_of<'a>(mounts: &'a [MountEntry], dir: &Path) -> Option<(&'static str, &'a
         mounted.option(option).is_some_and(|path| directory(&unescaped(path)) == Some(ours))
     };
     uses.into_iter().find(is_it).map(|(mounted, _, role)| (role, &*mounted.at))
-}
-
-/// Reverses [`escaped`].
-fn unescaped(path: OsString) -> PathBuf {
-    let mut bytes = path.as_bytes().iter();
-    let next = || bytes.next().and_then(|byte| if *byte == b'\\' { bytes.next() } else { Some(byte) }).copied();
-    OsString::from_vec(std::iter::from_fn(next).collect()).into()
 }
 
 #[cfg(test)]

@@ -38,7 +38,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use nix::sys::fanotify::{EventFFlags, Fanotify, InitFlags, MarkFlags, MaskFlags};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::CWD;
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 
 use self::event::PermissionEvent;
@@ -64,6 +64,8 @@ const RETRY_PAUSE: Duration = Duration::from_millis(10);
 /// The maximum number of readers that wait for a fetching thread. Each takes a descriptor, of which a process has 1024 by
 /// default. Beyond this, readers of present data wait as well.
 const WAITING_MAX: usize = 256;
+/// `STATX_MNT_ID_UNIQUE` of include/uapi/linux/stat.h (Linux 6.8): the id of a mount that no later one gets.
+const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 /// The time for which a refusal is repeated: EROFS retries for each page that it could not read.
 const REFUSAL_TIME: Duration = Duration::from_secs(1);
 
@@ -388,18 +390,31 @@ fn range_lock(kind: i32, from: i64, to: i64) -> libc::flock {
 pub fn wait_for_unmount(id: u64) -> io::Result<()> {
     // Opened before the first check, so that no change is missed.
     let table = File::open("/proc/self/mountinfo")?;
-    let Some(MountEntry { kind, source, .. }) = MountEntry::all()?.into_iter().find(|mounted| mounted.id == id) else {
-        return Ok(());
-    };
+    let found = MountEntry::all()?.into_iter().find(|mounted| mounted.id == id);
+    let Some(MountEntry { at, kind, source, .. }) = found else { return Ok(()) };
+    let unique = mount_id(&at, StatxFlags::MNT_ID).filter(|top| *top == id).and_then(|_| mount_id(&at, MNT_ID_UNIQUE));
     // The kernel reuses mount ids.
     let is_it = |mounted: &MountEntry| mounted.id == id && mounted.kind == kind && mounted.source == source;
-    while MountEntry::all()?.iter().any(is_it) {
+    // The table is read only if the mount is covered or gone: with many mounts it is long, and each has a process that waits here.
+    let is_mounted = || match (unique, mount_id(&at, MNT_ID_UNIQUE)) {
+        (Some(unique), Some(top)) if top == unique => Ok(true),
+        (Some(_), Some(_)) if mount_id(&at, StatxFlags::MNT_ID) == Some(id) => Ok(false),
+        _ => MountEntry::all().map(|all| all.iter().any(is_it)),
+    };
+    while is_mounted()? {
         match poll(&mut [PollFd::new(&table, PollFlags::PRI)], None) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
     }
     Ok(())
+}
+
+/// Returns the id of the topmost mount at a path, of one of both kinds.
+fn mount_id(at: &Path, kind: StatxFlags) -> Option<u64> {
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
+    let found = statx(CWD, at, flags, kind).ok()?;
+    (found.stx_mask & kind.bits() != 0).then_some(found.stx_mnt_id)
 }
 
 #[cfg(test)]
@@ -419,6 +434,36 @@ mod tests {
         assert!(!refused.covers((1, 2), (0, 8192)) && !refused.covers((1, 2), (4096, u64::MAX)));
         refused.when -= 2 * REFUSAL_TIME;
         assert!(!refused.covers((1, 2), (4096, 4096)));
+    }
+
+    /// Another mount, which is made at once, has its id, its place and its source.
+    #[test]
+    fn the_end_of_a_mount_is_noticed() {
+        use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = directory.path().canonicalize().expect("it is there");
+        let mounted = || mount("ferry-test", &at, "tmpfs", MountFlags::empty(), None);
+        if let Err(error) = mounted() {
+            return ferry_skip::skip!("cannot mount: {error}");
+        }
+        let id = mount_id(&at, StatxFlags::MNT_ID).expect("it is a mount");
+        let waits = thread::spawn(move || wait_for_unmount(id));
+        thread::sleep(Duration::from_millis(300));
+        // It is covered and uncovered.
+        mounted().expect("it could");
+        thread::sleep(Duration::from_millis(100));
+        unmount(&at, UnmountFlags::DETACH).expect("it is a mount");
+        thread::sleep(Duration::from_millis(100));
+        let goes_on = !waits.is_finished();
+        unmount(&at, UnmountFlags::DETACH).expect("it is a mount");
+        mounted().expect("it could");
+        let end = Instant::now() + Duration::from_secs(20);
+        while !waits.is_finished() && Instant::now() < end {
+            thread::sleep(RETRY_PAUSE);
+        }
+        unmount(&at, UnmountFlags::DETACH).expect("it is a mount");
+        assert!(goes_on && Instant::now() < end);
+        waits.join().expect("it does not panic").expect("the table can be read");
     }
 
     #[test]

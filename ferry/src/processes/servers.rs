@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ferry_isolation::{Child, End};
 use rustix::pipe::{PipeFlags, pipe_with};
-use rustix::process::Signal;
+use rustix::process::{Signal, WaitId, WaitIdOptions, waitid};
 use serde_json::Value;
 
 use super::child::{Report, ReportSender, Task};
@@ -115,8 +115,11 @@ impl Servers {
 
     /// Looks for reports and ends.
     pub fn poll(&mut self) -> Result<()> {
+        // Before the reports are read, so that none is missed.
+        let has_ended = has_ended_child();
         for number in 0..self.all.len() {
-            if let Some(end) = self.all[number].poll()? {
+            self.all[number].read_report();
+            if has_ended && let Some(end) = self.all[number].poll_end()? {
                 self.take_end(number, end);
             }
         }
@@ -214,6 +217,12 @@ impl Servers {
     }
 }
 
+/// Whether any child has ended that was not waited for. A call for each of many children would take long while they start.
+fn has_ended_child() -> bool {
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    !matches!(waitid(WaitId::All, options), Ok(None))
+}
+
 impl Server {
     pub fn is_up(&self) -> bool {
         matches!(self.report, Some(Report::Up(_)))
@@ -233,8 +242,7 @@ impl Server {
         }
     }
 
-    /// Reads its report, and returns how it ended, once.
-    fn poll(&mut self) -> Result<Option<End>> {
+    fn read_report(&mut self) {
         if let Some(pipe) = &mut self.pipe {
             let left = LINE_BYTES_MAX.saturating_sub(self.line.len() as u64);
             let read = pipe.take(left).read_to_end(&mut self.line);
@@ -247,6 +255,10 @@ impl Server {
                     Some(report.unwrap_or_else(|error| Report::Failed(format!("an invalid report: {error}"))));
             }
         }
+    }
+
+    /// Returns how it ended, once.
+    fn poll_end(&mut self) -> Result<Option<End>> {
         if self.end.is_some() {
             return Ok(None);
         }

@@ -16,6 +16,8 @@ const ENTRIES: usize = 512;
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 /// The maximum part of the time for counts that clients' requests cause.
 const PAUSE_FACTOR: u32 = 20;
+/// The maximum pause after a count that failed. It doubles with each failure.
+const FAILURE_PAUSE_MAX: Duration = Duration::from_secs(3600);
 /// How often a tree that grows is counted without a reason, and the part of the time for that.
 const PERIOD_MIN: Duration = Duration::from_secs(60);
 const PERIOD_FACTOR: u32 = 50;
@@ -66,6 +68,10 @@ impl DirOutput for Listing {
     }
 }
 
+fn warn(error: &CountError) {
+    tracing::warn!(errno = %error.errno, "{error}");
+}
+
 impl Quota {
     /// Starts the thread that counts again: soon after a request did not fit or a client asked for the room, and from
     /// time to time while the tree grows.
@@ -75,21 +81,29 @@ impl Quota {
     pub fn begin(self: &Arc<Self>) -> std::io::Result<()> {
         let (quota, counter) = (Arc::downgrade(self), Arc::clone(&self.counter));
         let count = move || {
-            let (mut took, mut counted) = (Duration::ZERO, None);
+            let (mut took, mut failure_pause, mut counted) = (Duration::ZERO, Duration::ZERO, None);
             while let Some(is_requested) = counter.wait(PERIOD_MIN.max(took * PERIOD_FACTOR)) {
                 let Some(quota) = quota.upgrade() else { return };
                 let balance = quota.bytes.balance();
                 if is_requested || counted != Some(balance) {
                     let begun = Instant::now();
-                    let is_right = quota.recount();
+                    let outcome = quota.try_recount();
                     took = begun.elapsed();
+                    let is_right = matches!(outcome, Ok(true));
                     counted = is_right.then(|| quota.bytes.balance());
+                    failure_pause = match outcome {
+                        Ok(_) => Duration::ZERO,
+                        Err(error) => {
+                            warn(&error);
+                            (failure_pause * 2).clamp(PAUSE_MIN, FAILURE_PAUSE_MAX)
+                        }
+                    };
                     if !is_right && is_requested {
                         counter.request();
                     }
                 }
                 drop(quota);
-                if !counter.pause(PAUSE_MIN.max(took * PAUSE_FACTOR)) {
+                if !counter.pause(PAUSE_MIN.max(took * PAUSE_FACTOR).max(failure_pause)) {
                     return;
                 }
             }
@@ -98,8 +112,12 @@ impl Quota {
     }
 
     /// Counts the tree again and corrects the accounts. Returns `false` if that was not possible, because requests
-    /// removed or moved something meanwhile.
+    /// removed or moved something meanwhile, or because a directory cannot be read.
     pub fn recount(&self) -> bool {
+        self.try_recount().inspect_err(warn).unwrap_or(false)
+    }
+
+    fn try_recount(&self) -> Result<bool, CountError> {
         // Corrections of charged inodes also apply to their charges; otherwise the next request would find them
         // again.
         let cx = Caller::default();
@@ -107,20 +125,14 @@ impl Quota {
             self.settle(&cx, held, None);
         }
         let _counting = write(&self.counting);
-        let Some(removals) = self.removals.quiet() else { return false };
+        let Some(removals) = self.removals.quiet() else { return Ok(false) };
         let (bytes, files) = (self.bytes.balance(), self.files.balance());
         let mut is_settled = true;
         self.charges.for_each(|charge| is_settled &= charge.is_settled());
         if !is_settled {
-            return false;
+            return Ok(false);
         }
-        let mut counted = match self.walk() {
-            Ok(counted) => counted,
-            Err(error) => {
-                tracing::warn!(errno = %error.errno, "{error}");
-                return false;
-            }
-        };
+        let mut counted = self.walk()?;
         // Those have no name, so the walk did not find them.
         self.charges.for_each(|charge| {
             if charge.is_orphan() {
@@ -128,13 +140,13 @@ impl Quota {
             }
         });
         if self.removals.quiet() != Some(removals) {
-            return false;
+            return Ok(false);
         }
         let corrected = (self.bytes.correct(bytes, counted.bytes), self.files.correct(files, counted.files));
         if corrected != (0, 0) {
             tracing::debug!(bytes = corrected.0, files = corrected.1, "others changed the tree of a quota");
         }
-        true
+        Ok(true)
     }
 
     /// Counts all inodes that have a name, each once.

@@ -3,9 +3,10 @@
 use std::fs;
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
+use std::time::Duration;
 
 use ferry_dir::Dir;
 use ferry_quota::Quota;
@@ -153,6 +154,42 @@ fn a_count_measures_a_file_that_its_client_forgets() {
     });
     tree.assert_exact();
     assert_eq!(tree.quota.getattr(&tree.cx, file.0, None).unwrap_err(), Errno::STALE, "a reference is left");
+}
+
+/// A directory that cannot be listed again.
+struct Unlistable {
+    dir: Dir,
+    opens: Arc<AtomicUsize>,
+}
+
+impl FileSystem for Unlistable {
+    ferry_vfs::delegate!(self => self.dir; lookup, readdir, releasedir, getattr, statfs);
+
+    fn forget(&self, ino: Ino, count: u64) {
+        self.dir.forget(ino, count);
+    }
+
+    fn opendir(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+        match self.opens.fetch_add(1, Ordering::SeqCst) {
+            0 => self.dir.opendir(cx, ino, flags),
+            _ => Err(Errno::ACCESS),
+        }
+    }
+}
+
+#[test]
+fn counts_that_fail_become_rare() {
+    let opens = Arc::<AtomicUsize>::default();
+    let tree = empty(|path| {
+        let dir = Dir::open(path, ferry_dir::Options::default()).unwrap();
+        limited(Unlistable { dir, opens: Arc::clone(&opens) })
+    });
+    tree.quota.begin().unwrap();
+    tree.statfs();
+    thread::sleep(Duration::from_secs(5));
+    // The first of all, and then after 0, 1 and 3 seconds.
+    let opens = opens.load(Ordering::SeqCst);
+    assert!((3..=4).contains(&opens), "{opens}");
 }
 
 /// A directory with faults.
