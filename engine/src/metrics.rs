@@ -280,7 +280,7 @@ impl Recorder {
     }
 
     /// No request of the batch is left to take: the worker transfers or waits next.
-    pub fn batch_end(&mut self) {
+    pub fn end_batch(&mut self) {
         self.clock = BatchClock::default();
     }
 }

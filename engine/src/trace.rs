@@ -119,11 +119,11 @@ mod tests {
         let metrics = Metrics::new(|operation| operation.to_string());
         let mut recorder = Recorder::new(&metrics);
         let before = recorder.begin(1);
-        recorder.batch_end();
+        recorder.end_batch();
         let tracer = Arc::<Tracer>::default();
         metrics.trace(&tracer, 7);
         recorder.end(before, Ok(1));
-        recorder.batch_end();
+        recorder.end_batch();
         let timer = recorder.begin(2);
         recorder.end(timer, Ok(3));
         let timer = metrics.begin(4);

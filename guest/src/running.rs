@@ -62,7 +62,7 @@ pub struct Running {
     /// The command's standard error, if piped; it ends with the guest.
     pub stderr: Option<UnixStream>,
     process: Arc<Process>,
-    said: Receiver<ControlMessage>,
+    messages: Receiver<ControlMessage>,
     ended: Receiver<io::Result<ExitStatus>>,
     relays: Vec<JoinHandle<io::Result<()>>>,
     log: File,
@@ -90,7 +90,7 @@ impl Running {
         Self::start_with(guest, None)
     }
 
-    /// As [`Guest::spawn`]; `kvm` says whether QEMU uses KVM instead of asking the cache.
+    /// As [`Guest::spawn`]; `kvm` overrides the cached check of KVM.
     pub(crate) fn start_with(guest: Guest, kvm: Option<bool>) -> Result<Self> {
         let kvm = match (&guest.kind, kvm) {
             (Kind::Uml, _) => false,
@@ -103,7 +103,7 @@ impl Running {
         let is_emulated = !kvm && matches!(guest.kind, Kind::Qemu { .. });
         let (mut running, mut lines, mut dir) = Self::boot(&guest, terminal, kvm)?;
         let mut ready = running.await_ready(guest.boot_timeout, is_emulated);
-        // Linux changes its own code while it comes up. Seldom, an emulated CPU executes half of a change by another one.
+        // Linux patches its code at boot; an emulated CPU may run a half-written instruction. Boot once more.
         if is_emulated && running.has_kernel_failed() {
             running.kill();
             let _ = running.ended.recv_timeout(POWER_OFF_TIMEOUT);
@@ -117,7 +117,7 @@ impl Running {
         Ok(running)
     }
 
-    /// Starts the machine. Returns our ends of its lines, too, and the directory that it boots from.
+    /// Starts the machine. Returns the host's ends of its sockets, too, and the directory that it boots from.
     fn boot(guest: &Guest, terminal: Option<(u16, u16)>, kvm: bool) -> Result<(Self, [UnixStream; 3], TempDir)> {
         let dir = tempfile::Builder::new()
             .prefix(DIR_PREFIX)
@@ -139,7 +139,7 @@ impl Running {
             stdout: None,
             stderr: None,
             process: Arc::new(process),
-            said: listen(reader),
+            messages: listen(reader),
             ended,
             relays: Vec::new(),
             log,
@@ -153,9 +153,9 @@ impl Running {
         let end = Instant::now() + timeout;
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            match self.said.recv_timeout(left.min(LOG_INTERVAL)) {
+            match self.messages.recv_timeout(left.min(LOG_INTERVAL)) {
                 Ok(ControlMessage::Ready) => return Ok(()),
-                Ok(said) => return Err(self.failure(said)),
+                Ok(message) => return Err(self.failure(message)),
                 Err(RecvTimeoutError::Disconnected) => return Err(self.failure(ControlMessage::Nothing)),
                 Err(RecvTimeoutError::Timeout) if left > LOG_INTERVAL => {
                     if ends_with_kernel && self.has_kernel_failed() {
@@ -235,19 +235,19 @@ impl Running {
     /// Waits until the command and its guest have ended, and returns the command's exit status (128 and the signal's
     /// number when a signal ended it). Its writes to the shares are then on the host.
     pub fn wait(self) -> Result<i32> {
-        let said = Self::last_word(|| self.said.recv().map_err(|_| RecvTimeoutError::Disconnected));
-        let said = said.unwrap_or(ControlMessage::Nothing);
-        self.finish(said)
+        let message = Self::last_message(|| self.messages.recv().map_err(|_| RecvTimeoutError::Disconnected));
+        let message = message.unwrap_or(ControlMessage::Nothing);
+        self.finish(message)
     }
 
     /// Returns the guest's last message. A guest that reboots reports again that it is ready.
-    fn last_word(
+    fn last_message(
         next: impl Fn() -> std::result::Result<ControlMessage, RecvTimeoutError>,
     ) -> std::result::Result<ControlMessage, RecvTimeoutError> {
         loop {
             match next() {
                 Ok(ControlMessage::Ready) => {}
-                said => return said,
+                message => return message,
             }
         }
     }
@@ -255,8 +255,8 @@ impl Running {
     /// Like [`Running::wait`] with a bound; a guest that takes longer is killed.
     pub fn wait_timeout(self, timeout: Duration) -> Result<i32> {
         let end = Instant::now() + timeout;
-        match Self::last_word(|| self.said.recv_timeout(end.saturating_duration_since(Instant::now()))) {
-            Ok(said) => self.finish(said),
+        match Self::last_message(|| self.messages.recv_timeout(end.saturating_duration_since(Instant::now()))) {
+            Ok(message) => self.finish(message),
             Err(RecvTimeoutError::Disconnected) => self.finish(ControlMessage::Nothing),
             Err(RecvTimeoutError::Timeout) => {
                 let message = format!("did not end within {} s", timeout.as_secs());
@@ -265,7 +265,7 @@ impl Running {
         }
     }
 
-    fn finish(mut self, said: ControlMessage) -> Result<i32> {
+    fn finish(mut self, message: ControlMessage) -> Result<i32> {
         if self.ended.recv_timeout(POWER_OFF_TIMEOUT).is_err() {
             self.process.kill();
         }
@@ -276,15 +276,15 @@ impl Running {
                 result => result.context(|| "pass on the command's output".into())?,
             }
         }
-        match said {
+        match message {
             ControlMessage::Status(status) => Ok(status),
             _ if reader_gone => Ok(STATUS_SIGPIPE),
-            said => Err(self.failure(said)),
+            message => Err(self.failure(message)),
         }
     }
 
-    fn failure(&self, said: ControlMessage) -> Error {
-        let message = match said {
+    fn failure(&self, message: ControlMessage) -> Error {
+        let message = match message {
             ControlMessage::Failed(reason) => format!("could not start the command: {reason}"),
             _ => {
                 // Its last lines may still be on their way to the log.
@@ -389,7 +389,7 @@ fn launch(
 
 /// Reads the control line until the guest has gone.
 fn listen(control: UnixStream) -> Receiver<ControlMessage> {
-    let (to_said, said) = channel();
+    let (sender, receiver) = channel();
     std::thread::spawn(move || {
         for line in BufReader::new(control).lines().map_while(io::Result::ok) {
             let message = match line.trim_end().split_once(' ') {
@@ -398,12 +398,12 @@ fn listen(control: UnixStream) -> Receiver<ControlMessage> {
                 Some(("error", reason)) => ControlMessage::Failed(reason.to_owned()),
                 _ => continue,
             };
-            if to_said.send(message).is_err() {
+            if sender.send(message).is_err() {
                 return;
             }
         }
     });
-    said
+    receiver
 }
 
 #[cfg(test)]

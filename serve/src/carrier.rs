@@ -5,7 +5,7 @@ use ferry_engine::Carrier;
 /// The bytes of a reply's header (FUSE protocol 7.45, `fuse_out_header`).
 pub const HEADER_BYTES: usize = 16;
 
-/// A FUSE request that is being served. After [`ServeOutcome::Transfer`], [`crate::Server::transferred`] finishes the
+/// A FUSE request that is being served. After [`ServeOutcome::Transfer`], [`crate::Server::finish_transfer`] finishes the
 /// reply.
 pub trait FuseCarrier: Carrier {
     /// Returns the bytes of the whole message, header included.
@@ -39,7 +39,7 @@ pub enum ServeOutcome {
     Reply(usize),
     /// The request has no reply.
     NoReply,
-    /// The carrier runs a transfer; [`crate::Server::transferred`] finishes the reply.
+    /// The carrier runs a transfer; [`crate::Server::finish_transfer`] finishes the reply.
     Transfer,
     /// The function of [`FuseCarrier::later`] will be called soon.
     Later,

@@ -87,7 +87,7 @@ pub use mappings::{Mapping, MappingReply, Mappings};
 pub use operations::DetachedTransfer;
 pub use passthrough::Backings;
 pub use persistence::RestoreError;
-pub use policy::{Acl, Cache, Timeout};
+pub use policy::{Acl, Cache, EPOCH_MINOR, Timeout};
 pub use rate::is_limited;
 pub use server::Server;
 pub use session::{Session, SessionSlot};

@@ -48,7 +48,7 @@ const LEASED_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// be told to drop all names.
 const NO_EPOCH_TIMEOUT: Duration = Duration::from_secs(30);
 /// The first minor version with `NOTIFY_INC_EPOCH` (Linux 6.16).
-const EPOCH_MINOR: u32 = 44;
+pub const EPOCH_MINOR: u32 = 44;
 
 /// A timeout that can be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

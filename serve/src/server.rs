@@ -124,7 +124,7 @@ impl Server {
     }
 
     /// Serves a request: copies it once and serves the copy. A panic of the source passes through: a worker that
-    /// catches it calls [`Self::failed`]; others use [`Self::serve_caught`].
+    /// catches it calls [`Self::write_error`]; others use [`Self::serve_caught`].
     pub fn serve(&mut self, carrier: &mut impl FuseCarrier) -> ServeOutcome {
         let message_bytes = carrier.request_bytes();
         let mut header = [0; IN_HEADER_BYTES];
@@ -152,7 +152,7 @@ impl Server {
 
     /// As [`Self::serve`], but a panic of the source becomes EIO for this request alone.
     pub fn serve_caught(&mut self, carrier: &mut impl FuseCarrier) -> ServeOutcome {
-        catch_unwind(AssertUnwindSafe(|| self.serve(carrier))).unwrap_or_else(|_| self.failed(carrier))
+        catch_unwind(AssertUnwindSafe(|| self.serve(carrier))).unwrap_or_else(|_| self.write_error(carrier))
     }
 
     fn serve_copy(&mut self, carrier: &mut impl FuseCarrier, head: &[u8], message_bytes: usize) -> ServeOutcome {
@@ -287,7 +287,7 @@ impl Server {
     }
 
     /// Finishes the reply of the request with this token after its transfer; returns the bytes of the reply.
-    pub fn transferred(&mut self, token: u64, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
+    pub fn finish_transfer(&mut self, token: u64, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
         match self.pending_transfers.get_mut(slot(token)).and_then(Option::take) {
             Some(transfer) => {
                 let recorder = &mut self.recorder;
@@ -298,19 +298,19 @@ impl Server {
     }
 
     /// Removes the pending transfer with this token, for another thread or server that will finish it.
-    /// [`Self::transferred`] then ignores the token.
+    /// [`Self::finish_transfer`] then ignores the token.
     pub fn detach(&mut self, token: u64) -> Option<DetachedTransfer> {
         let transfer = self.pending_transfers.get_mut(slot(token)).and_then(Option::take)?;
         Some(DetachedTransfer { share: Arc::clone(&self.share), transfer })
     }
 
-    /// Adds a transfer that [`Self::detach`] of another server returned; call it before [`Self::transferred`].
+    /// Adds a transfer that [`Self::detach`] of another server returned; call it before [`Self::finish_transfer`].
     pub fn attach(&mut self, token: u64, unfinished: DetachedTransfer) {
         self.register_transfer(token, unfinished.transfer);
     }
 
     /// Replies with EIO after [`Self::serve`] panicked.
-    pub fn failed(&mut self, carrier: &mut impl FuseCarrier) -> ServeOutcome {
+    pub fn write_error(&mut self, carrier: &mut impl FuseCarrier) -> ServeOutcome {
         // The panic may have dropped the buffer.
         self.head.resize(REQUEST_HEAD_BYTES_MAX, 0);
         if let Some(active) = self.active.take() {
@@ -327,9 +327,9 @@ impl Server {
     }
 
     /// Drops the cached session, so that an ended one releases what it held. Call it before the worker waits.
-    pub fn batch_end(&mut self) {
+    pub fn end_batch(&mut self) {
         self.session = None;
-        self.recorder.batch_end();
+        self.recorder.end_batch();
     }
 }
 

@@ -305,7 +305,8 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Returns a lock that conflicts with `lock`, or `None`.
+    /// Returns a lock that conflicts with `lock`, or `None`. For [`LockKind::Unlock`](crate::LockKind::Unlock), which Linux
+    /// sends for `F_OFD_GETLK` since 6.7: the first lock of the same owner in the range.
     fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
         Err(Errno::NOSYS)
     }

@@ -241,7 +241,7 @@ impl<'a> Work<'a> {
                 break;
             }
         }
-        self.server.batch_end();
+        self.server.end_batch();
     }
 
     /// Puts a request that was received behind others that wait for a limit, if it must wait. Returns whether it does.
@@ -286,7 +286,7 @@ impl<'a> Work<'a> {
             if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
                 counters.read_bytes.add(*bytes as u64);
             }
-            served = ServeOutcome::Reply(server.transferred(carrier.token(), &mut carrier, outcome));
+            served = ServeOutcome::Reply(server.finish_transfer(carrier.token(), &mut carrier, outcome));
         }
         if carrier.is_monitored.get() && served != ServeOutcome::Later {
             reader.readers.deferred.end(unique);
@@ -315,7 +315,7 @@ impl<'a> Work<'a> {
                 self.memory.check_sent(channel, bytes, sent);
             }
         }
-        self.server.batch_end();
+        self.server.end_batch();
     }
 }
 

@@ -10,6 +10,7 @@ use ferry_vfs::sync::lock;
 use ferry_vfs::{ByNumber, Features};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitRequest, Negotiated, Operation, Request, decode};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::param::page_size;
 use rustix::thread::CapabilitySet;
 
 use crate::backings::DeviceBackings;
@@ -17,7 +18,7 @@ use crate::connection::Connection;
 use crate::device::Device;
 use crate::explain::Verdict;
 use crate::export::Error;
-use crate::machine::{NoUring, has_capability, uring_allowed};
+use crate::machine::{NoUring, has_capability, keeps_absent_names, uring_allowed};
 use crate::uring::Rings;
 use crate::{Cache, Options, Path, devfuse};
 
@@ -92,7 +93,8 @@ impl RequestedOptions {
             wanted.flags = (wanted.flags - InitFlags::NO_EXPORT_SUPPORT) | InitFlags::EXPORT_SUPPORT;
         }
         if !self.default_permissions {
-            wanted.flags -= InitFlags::NO_OPEN_SUPPORT;
+            // With POSIX_ACL the kernel checks permissions itself.
+            wanted.flags -= InitFlags::NO_OPEN_SUPPORT | InitFlags::POSIX_ACL;
         }
         if self.outlives_server {
             wanted.flags |= InitFlags::HAS_RESEND;
@@ -105,6 +107,7 @@ impl RequestedOptions {
             wanted.max_stack_depth = self.stack_depth;
         }
         wanted.max_background = MAX_BACKGROUND;
+        wanted.page_bytes = u32::try_from(page_size()).unwrap_or(u32::MAX);
     }
 
     /// Creates a session with these options.
@@ -156,7 +159,7 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         cache: options.cache,
         entry_timeout: options.entry_timeout,
         attr_timeout: options.attr_timeout,
-        negative_timeout: options.negative_timeout,
+        negative_timeout: options.negative_timeout.or(keeps_absent_names().then_some(Duration::ZERO)),
         writeback: options.writeback,
         xattr: options.xattr,
         direct_opens: options.direct_opens,

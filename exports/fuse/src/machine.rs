@@ -140,6 +140,20 @@ pub(crate) fn stay_on(cpu: usize) {
     }
 }
 
+/// Whether this kernel keeps a name as absent when it is told that the name has changed: Linux 6.19 to 7.1
+/// (`fuse_reverse_inval_entry` ignores negative dentries).
+pub(crate) fn keeps_absent_names() -> bool {
+    release_keeps_absent_names(&rustix::system::uname().release().to_string_lossy())
+}
+
+fn release_keeps_absent_names(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => ((6, 19)..(7, 2)).contains(&(major, minor)),
+        _ => false,
+    }
+}
+
 /// The CPU and state of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
@@ -160,6 +174,14 @@ pub(crate) fn place_of(stat: &[u8]) -> Option<Place> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kernels_that_keep_absent_names_are_known() {
+        let keeps = ["6.19.0", "6.20", "7.0.3-1-amd64", "7.1-rc7"];
+        let drops = ["5.10.0-9", "6.1.0-18-amd64", "6.18.44", "7.2.0-rc1", "7.10", "8.0", "", "x.y"];
+        assert!(keeps.iter().all(|release| release_keeps_absent_names(release)));
+        assert!(!drops.iter().any(|release| release_keeps_absent_names(release)));
+    }
 
     #[test]
     fn names_of_threads_do_not_confuse() {

@@ -20,6 +20,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
 
 use ferry_engine::{CallSnapshot, MonitoredWorker, Ownership, Replacement, Watch};
+use ferry_serve::EPOCH_MINOR;
 use ferry_vfs::{Change, DeliveryGuard, Errno, Ino, Listener, Name, SessionId, Subscription};
 use ferry_wire::fuse::InitFlags;
 
@@ -154,7 +155,7 @@ impl NotifyThread {
             Job::All => {
                 tracing::debug!("too many changes to send one by one: the kernel drops all cached data");
                 // First: what becomes known from now on is looked up after the change.
-                let told = say(Message::Epoch);
+                let told = if self.has_epoch() { say(Message::Epoch) } else { Some(()) };
                 self.shared.more(pending::of_all(self.known()));
                 told?;
             }
@@ -194,6 +195,11 @@ impl NotifyThread {
         self.connection.monitor_handle.ring();
         let outcome = message.with_bytes(|bytes| send(self.connection.device.as_fd(), &[IoSlice::new(bytes)]));
         self.watch.leave(owner).then_some(outcome)
+    }
+
+    /// Whether the kernel can drop all names at once.
+    fn has_epoch(&self) -> bool {
+        self.connection.session.current().is_some_and(|session| session.negotiated().minor >= EPOCH_MINOR)
     }
 
     /// Returns the inodes that the kernel knows.

@@ -102,8 +102,8 @@ impl QueueHandler for Handler {
         }
     }
 
-    fn transferred(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
-        written(self.server.transferred(token, &mut Reply(chain), outcome))
+    fn finish_transfer(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
+        written(self.server.finish_transfer(token, &mut Reply(chain), outcome))
     }
 
     fn deliver(&mut self, chain: &Chain, message: Vec<u8>) -> u32 {
@@ -114,12 +114,12 @@ impl QueueHandler for Handler {
     }
 
     /// A panic here is a bug in the device (the server catches the source's): the request's state is unknown.
-    fn failed(&mut self, _: &Chain) -> u32 {
+    fn write_error(&mut self, _: &Chain) -> u32 {
         0
     }
 
-    fn batch_end(&mut self) {
-        self.server.batch_end();
+    fn end_batch(&mut self) {
+        self.server.end_batch();
     }
 
     /// FUSE requests are independent: the client waits for replies, but for that of RELEASE, which may release a lock.

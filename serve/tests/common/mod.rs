@@ -218,10 +218,10 @@ impl Client {
             ServeOutcome::Later | ServeOutcome::Parked => return Answer::Late,
             ServeOutcome::Transfer => {
                 let outcome = message.transfer();
-                self.server.transferred(message.token(), &mut message, outcome)
+                self.server.finish_transfer(message.token(), &mut message, outcome)
             }
         };
-        self.server.batch_end();
+        self.server.end_batch();
         self.waits = message.waits;
         if written == 0 { Answer::Nothing } else { answer(self.unique, &message.reply[..written]) }
     }

@@ -57,7 +57,7 @@ impl Sender {
         let mut message = Message { request, reply, revoked, again, transfer: None, waits, late };
         // What is to be counted does not depend on it.
         let _ = self.server.serve_caught(&mut message);
-        self.server.batch_end();
+        self.server.end_batch();
     }
 
     fn ask(&mut self, operation: Operation<'_>) {

@@ -254,7 +254,7 @@ fn listings_stay_within_their_room_and_every_reference_is_accounted_for() {
         }
         assert_eq!(liar.forgotten.lock().unwrap().len(), count - left, "{count} {plus} {bytes_max}");
         client.ask(Ino::ROOT, Operation::Destroy);
-        client.server.batch_end();
+        client.server.end_batch();
         assert_eq!(liar.forgotten.lock().unwrap().len(), count);
     }
 }
@@ -314,6 +314,6 @@ fn one_handle_for_all_files_is_closed_as_often_as_it_was_opened() {
     }
     assert_eq!(liar.released.lock().unwrap().len(), 2);
     client.session.end();
-    client.server.batch_end();
+    client.server.end_batch();
     assert_eq!(liar.released.lock().unwrap().len(), 3);
 }

@@ -312,7 +312,7 @@ fn all_opens_of_an_inode_share_one_backing_file() {
     assert_eq!(open(&mut client, OFlags::RDONLY).2, 2, "registered anew");
     // The client vanishes.
     client.session.end();
-    client.server.batch_end();
+    client.server.end_batch();
     assert!(kernel.registered.lock().unwrap().is_empty());
 }
 

@@ -87,6 +87,13 @@ impl<T: Lockable> InodeLocks<T> {
         Some(Lock { kind: range.kind, owner, start, end, pid: range.pid, flock: false })
     }
 
+    /// Returns the first lock of the request's owner in its range.
+    pub(super) fn first_of_owner(&self, request: &Lock) -> Option<Lock> {
+        let range = self.owners.get(&request.owner)?.ranges.first(request.start, request.end)?;
+        let Range { start, end, kind, pid } = *range;
+        Some(Lock { kind, start, end, pid, ..*request })
+    }
+
     /// Returns all matching POSIX locks; `None` if there are more than `count_max`.
     pub(super) fn find_all(&self, query: &Query, count_max: usize) -> Option<Vec<HeldLock>> {
         self.index.find_all(query, count_max)

@@ -307,11 +307,14 @@ impl<T: Lockable> Locks<T> {
     ) -> Result<Option<Lock>> {
         let open = handles.get(cx.session, ino, handle)?;
         let request = checked(cx, request)?;
-        if request.flock || request.kind == LockKind::Unlock || open.is_dir() {
+        if request.flock || open.is_dir() {
             return Err(Errno::INVAL);
         }
         let shard = self.shard(ino);
         let known = shard.inodes.get(&ino);
+        if request.kind == LockKind::Unlock {
+            return Ok(known.and_then(|locks| locks.first_of_owner(&request)));
+        }
         if let Some(found) = known.and_then(|locks| locks.find(&Query::of(&request))) {
             return Ok(Some(found));
         }

@@ -91,6 +91,12 @@ impl Ranges {
         }
     }
 
+    /// Returns the first range with a byte between these.
+    pub(super) fn first(&self, start: u64, end: u64) -> Option<&Range> {
+        let before = self.all.range(..start).next_back().map(|(_, range)| range).filter(|range| range.end >= start);
+        before.or_else(|| self.all.range(start..=end).next().map(|(_, range)| range))
+    }
+
     /// Returns the range that begins at this byte.
     pub(super) fn get(&self, start: u64) -> Option<&Range> {
         self.all.get(&start)
@@ -134,6 +140,8 @@ mod tests {
                     prop_assert_eq!(found.map_or(LockKind::Unlock, |range| range.kind), *expected);
                     prop_assert_eq!(ranges.excludes(place, place, LockKind::Write), *expected != LockKind::Unlock);
                     prop_assert_eq!(ranges.excludes(place, place, LockKind::Read), *expected == LockKind::Write);
+                    let first = ranges.all.values().find(|range| range.end >= place && range.start <= place + 3);
+                    prop_assert_eq!(ranges.first(place, place + 3), first);
                 }
                 let mut again: Vec<Range> = before.all.values().filter(|range| !change.old.contains(range)).copied().collect();
                 again.extend(&change.new);

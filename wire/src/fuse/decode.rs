@@ -155,11 +155,7 @@ impl<'a> Decoder<'a> {
                 ensure(fixed.mask & !0o7 == 0, "unknown permissions")?;
                 Ok(Operation::Access { mask: fixed.mask })
             }
-            Opcode::Getlk => {
-                let lock = lock(&body.only()?)?;
-                ensure(lock.kind != LockKind::Unlock, "a lock test with type unlock")?;
-                Ok(Operation::GetLock(lock))
-            }
+            Opcode::Getlk => Ok(Operation::GetLock(lock(&body.only()?)?)),
             Opcode::Setlk => Ok(Operation::SetLock { lock: lock(&body.only()?)?, wait: false }),
             Opcode::Setlkw => Ok(Operation::SetLock { lock: lock(&body.only()?)?, wait: true }),
             Opcode::Bmap => {

@@ -28,6 +28,9 @@ pub struct InitOptions {
     /// Maximum payload of a WRITE in bytes, up to [`WRITE_BYTES_MAX`], and (through `max_pages`) of a READ. Linux reduces it to its own limit and,
     /// over virtio-fs, to the queue size.
     pub max_write_bytes: u32,
+    /// The client's page size in bytes, the unit of `max_pages`. If it is larger, READs may be longer than
+    /// `max_write_bytes`.
+    pub page_bytes: u32,
     /// Maximum read-ahead in bytes; the client's own limit applies if it is less.
     pub max_readahead_bytes: u32,
     /// Maximum number of concurrent background requests (read-ahead, write-back).
@@ -50,6 +53,7 @@ impl Default for InitOptions {
         Self {
             flags: InitFlags::empty(),
             max_write_bytes: WRITE_BYTES_MAX,
+            page_bytes: PAGE_BYTES,
             max_readahead_bytes: 1 << 20,
             max_background: 64,
             congestion_threshold: 0,
@@ -152,7 +156,7 @@ pub fn negotiate(request: &InitRequest, wanted: &InitOptions) -> Result<InitOutc
         true => wanted.max_write_bytes.clamp(PAGE_BYTES, WRITE_BYTES_MAX),
         false => wanted.max_write_bytes.clamp(PAGE_BYTES, MAX_WRITE_BYTES_WITHOUT_MAX_PAGES),
     };
-    let max_pages = u16::try_from(max_write_bytes.div_ceil(PAGE_BYTES)).unwrap_or(u16::MAX);
+    let max_pages = u16::try_from(max_write_bytes.div_ceil(wanted.page_bytes.max(PAGE_BYTES))).unwrap_or(u16::MAX);
     let congestion_threshold = match wanted.congestion_threshold {
         0 => wanted.max_background / 4 * 3 + wanted.max_background % 4 * 3 / 4,
         threshold => threshold,

@@ -12,6 +12,7 @@ use ferry_serve::{FuseCarrier, HEADER_BYTES, ServeOutcome, Server, is_limited};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Ino};
 use ferry_wire::fuse::{Opcode, encode_error};
+use rustix::thread::sched_getcpu;
 
 use super::carrier::RingCarrier;
 use super::kick::{NOTIFY_REPLY, kick, kick_by_stat};
@@ -130,7 +131,7 @@ impl<'a> Worker<'a> {
                 }
                 Order::Look => continue,
             };
-            self.server.batch_end();
+            self.server.end_batch();
             if let ExitReason::Over = ended {
                 return;
             }
@@ -190,7 +191,7 @@ impl<'a> Worker<'a> {
                 Some(Completed::Mail(watch, more)) => self.read_mail(watch, more),
                 Some(Completed::Lost(index, errno)) => self.entry_lost(index, errno),
                 None => {
-                    self.server.batch_end();
+                    self.server.end_batch();
                     if self.queue.is_over() {
                         self.drain();
                         return ExitReason::Over;
@@ -442,6 +443,10 @@ impl<'a> Worker<'a> {
     /// Has the kernel look so many times for requests that wait for an entry; returns how often that was possible.
     fn kick(&self, times: usize) -> usize {
         let Self { queue, .. } = self;
+        // The kernel sends the message to the queue of this CPU. It unbinds threads of a CPU that goes offline.
+        if sched_getcpu() != queue.cpu {
+            stay_on(queue.cpu);
+        }
         let file = queue.kept.load(Ordering::Relaxed);
         let one = |_: &usize| {
             let number = queue.kicks.fetch_add(1, Ordering::Relaxed) << u16::BITS | u64::from(queue.id);
@@ -465,7 +470,7 @@ fn make_transfer(carrier: &mut RingCarrier<'_>, server: &mut Server, mut transfe
             if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
                 carrier.counters.read_bytes.add(*bytes as u64);
             }
-            Outcome::Served(ServeOutcome::Reply(server.transferred(carrier.token(), carrier, outcome)))
+            Outcome::Served(ServeOutcome::Reply(server.finish_transfer(carrier.token(), carrier, outcome)))
         }
         TransferOutcome::Waits(second) => match server.detach(carrier.token()) {
             Some(unfinished) => {

@@ -78,7 +78,7 @@ impl Outlet for MailboxOutlet<'_> {
 
 impl Guest {
     pub(super) fn new(trimmer: Arc<Trimmer>) -> Self {
-        // Unlimited: a device has one guest.
+        // Limited, because the guest's fids are this host's memory.
         let holder = Clients::alone();
         Self { holder, requests: Mutex::default(), port: OnceLock::new(), trimmer }
     }

@@ -216,7 +216,7 @@ impl QueueHandler for Handler {
         }
     }
 
-    fn transferred(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
+    fn finish_transfer(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
         let Some(moving) = self.detach(token) else { return 0 };
         let outcome = outcome.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error));
         let tag = moving.ticket.tag;
@@ -235,11 +235,11 @@ impl QueueHandler for Handler {
     }
 
     /// A panic here is a bug in the device (the server catches the source's): the request's state is unknown.
-    fn failed(&mut self, _: &Chain) -> u32 {
+    fn write_error(&mut self, _: &Chain) -> u32 {
         0
     }
 
-    fn batch_end(&mut self) {
+    fn end_batch(&mut self) {
         self.guest.note_held();
     }
 

@@ -111,11 +111,11 @@ impl Context<'_> {
     fn transfer(&self, carrier: &mut impl NinepCarrier, request: TransferRequest, kind: Kind) -> Result<ReplyPlace> {
         carrier.transfer(request);
         let ended = carrier.ended();
-        self.transferred(carrier, kind, ended)
+        self.finish_transfer(carrier, kind, ended)
     }
 
     /// The carrier has the transfer: it has ended, or another thread completes it.
-    fn transferred(
+    fn finish_transfer(
         &self,
         carrier: &mut impl NinepCarrier,
         kind: Kind,
@@ -197,7 +197,7 @@ impl Context<'_> {
                     self.share.read_ahead_bytes.fetch_add(bytes, Ordering::Relaxed);
                     carrier.read_ahead(&self.share.blocking_pool, ahead);
                 }
-                self.transferred(carrier, Kind::Read { bytes_max }, ended)
+                self.finish_transfer(carrier, Kind::Read { bytes_max }, ended)
             }
         }
     }

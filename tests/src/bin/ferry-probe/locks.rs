@@ -36,6 +36,8 @@ fn posix_locks(dir: &Path) {
     fcntl_lock(&file, libc::F_SETLK, libc::F_RDLCK, 0, 0).unwrap();
     assert!(!Role::try_lock("posix", &path), "a write lock beside a read lock");
     fcntl_lock(&file, libc::F_SETLK, libc::F_UNLCK, 0, 0).unwrap();
+    let mut other = Role::start(&["get-lock", path.to_str().unwrap()]);
+    assert!(other.line().starts_with(&format!("{} ", libc::F_UNLCK)), "F_GETLK without a lock");
     let holder = Role::hold("posix", &path);
     assert!([libc::EAGAIN, libc::EACCES].contains(&errno(fcntl_lock(&file, libc::F_SETLK, libc::F_WRLCK, 0, 0))));
     let mut holder = holder;

@@ -39,6 +39,11 @@ fn only_flags_of_both_sides_are_negotiated() {
     assert_eq!(u64::from(reply.flags) | u64::from(reply.flags2) << 32, agreed.bits());
     assert_eq!((reply.max_write, reply.max_pages, reply.max_readahead), (1 << 20, 256, 128 << 10));
     assert_eq!((reply.map_alignment, reply.max_stack_depth, reply.request_timeout), (0, 0, 0));
+    // READs have as many pages as WRITEs, whatever the size of a page.
+    for (page_bytes, max_pages) in [(4096, 256), (16 << 10, 64), (64 << 10, 16), (4 << 20, 1)] {
+        let (_, reply) = ready(&offer(45, InitFlags::ALL), &InitOptions { page_bytes, ..wanted });
+        assert_eq!((reply.max_write, reply.max_pages), (1 << 20, max_pages));
+    }
 }
 
 #[test]

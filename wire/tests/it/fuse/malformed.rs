@@ -186,14 +186,6 @@ fn numbers_out_of_range_are_refused() {
             message(Opcode::Ioctl, &[abi::IoctlIn { flags: 2, ..abi::IoctlIn::ZERO }.as_bytes()]),
             Some(Errno::INVAL),
         ),
-        (
-            "lock test with type unlock",
-            message(
-                Opcode::Getlk,
-                &[abi::LkIn { lk: abi::FileLock { kind: 2, ..abi::FileLock::ZERO }, ..abi::LkIn::ZERO }.as_bytes()],
-            ),
-            Some(Errno::INVAL),
-        ),
     ];
     for (what, message, wanted) in cases {
         assert_eq!(errno(message), *wanted, "{what}");
