@@ -53,7 +53,7 @@ cloud-hypervisor:
   --memory size=4G,shared=on --disk vhost_user=true,socket=/run/disk.sock,num_queues=4,queue_size=256
 
 crosvm:
-  crosvm run --vhost-user block,socket=/run/disk.sock ...
+  crosvm run --vhost-user block,socket=/run/disk.sock,max-queue-size=1024 ...
 
 libblkio, without a virtual machine (qemu-img and qemu-io with package qemu-block-extra, of Debian 13 or later; those
 of Debian 12 have no such driver):

@@ -45,7 +45,7 @@ const PAYLOAD_BYTES_MAX: usize = 8;
 struct State {
     connected: bool,
     socket: Option<OwnedFd>,
-    /// A configuration change is to be reported once there is a socket.
+    /// The front end has not read the configuration space since it changed.
     is_change_pending: bool,
 }
 
@@ -69,30 +69,40 @@ impl Channel {
     pub(crate) fn set(&self, socket: OwnedFd) {
         let mut state = lock(&self.0);
         state.socket = Some(socket);
-        if state.is_change_pending {
-            state.notify_config_change();
-        }
+        state.send_pending_change();
     }
 
     /// Tells the front end, as soon as there is a socket, to read the configuration space again.
     pub(crate) fn config_changed(&self) {
         let mut state = lock(&self.0);
-        if state.connected {
-            state.notify_config_change();
+        if !state.connected {
+            return;
         }
-    }
-}
-
-impl State {
-    fn notify_config_change(&mut self) {
-        self.is_change_pending = self.socket.is_none();
-        if self.is_change_pending {
+        if state.socket.is_none() {
             tracing::warn!(
                 "the guest does not learn before its next start that its device has changed: the VMM takes no messages of this server \
                  (VHOST_USER_SET_BACKEND_REQ_FD)"
             );
         }
-        if let Some(socket) = &self.socket {
+        state.is_change_pending = true;
+        state.send_pending_change();
+    }
+
+    /// Repeats a change after which the front end has not read the configuration space: QEMU drops the message while
+    /// the device is stopped.
+    pub(crate) fn device_started(&self) {
+        lock(&self.0).send_pending_change();
+    }
+
+    /// Called when the front end reads the configuration space.
+    pub(crate) fn config_requested(&self) {
+        lock(&self.0).is_change_pending = false;
+    }
+}
+
+impl State {
+    fn send_pending_change(&self) {
+        if let Some(socket) = self.socket.as_ref().filter(|_| self.is_change_pending) {
             let message = header(CONFIG_CHANGE_MSG, VERSION, 0);
             if let Err(error) = send(socket, &message, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 tracing::error!("cannot notify the front end of a configuration change: {error}");

@@ -11,6 +11,7 @@ use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use vhost::vhost_user::{Error, Result};
 
 use crate::Device;
+use crate::channel::Channel;
 use crate::dirty::DirtyLog;
 use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
@@ -79,6 +80,8 @@ pub(crate) struct Connection<D: Device> {
     transfer: Option<Transfer>,
     /// Readable when the server stops.
     stop: Option<OwnedFd>,
+    /// The back-end channel.
+    channel: Arc<Channel>,
     /// Whether recorded messages of the previous server are being replayed.
     taking_over: TakeoverStage,
 }
@@ -129,13 +132,14 @@ impl<D: Device> Connection<D> {
             dirty: None,
             transfer: None,
             stop: None,
+            channel: Arc::default(),
             taking_over: TakeoverStage::New,
         }
     }
 
-    /// Sets the descriptor that is readable when the server stops.
-    pub(crate) fn set_stop(&mut self, stop: Option<OwnedFd>) {
-        self.stop = stop;
+    /// Sets the descriptor that is readable when the server stops, and the server's back-end channel.
+    pub(crate) fn set_server(&mut self, stop: Option<OwnedFd>, channel: Arc<Channel>) {
+        (self.stop, self.channel) = (stop, channel);
     }
 
     /// Sets the stage of the takeover.
@@ -282,6 +286,9 @@ impl<D: Device> Connection<D> {
         self.queues[index].was_started = true;
         match outcome.recv() {
             Ok(Ok(())) => {
+                if !self.runs() {
+                    self.channel.device_started();
+                }
                 self.queues[index].running = true;
                 self.queues[index].resubmitted.clear();
             }

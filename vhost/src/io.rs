@@ -39,7 +39,7 @@ impl ServedChain {
         let mut io = Io { chain, token, request: None };
         let served = match catch_unwind(AssertUnwindSafe(|| handler.serve(chain, &mut io))) {
             Ok(state) => Self { state, request: io.request },
-            Err(_) => Self { state: ChainState::Done(handler.failed(chain)), request: None },
+            Err(_) => Self { state: ChainState::Done(handler.write_error(chain)), request: None },
         };
         chain.set_parked(served.state == ChainState::Parked);
         served
@@ -68,13 +68,13 @@ impl ServedChain {
         let segments: Vec<Segment> = segments(operation, (at, bytes), chain).collect();
         // SAFETY: by the caller's promise.
         let outcome = unsafe { Transfer::new(operation, file, file_offset, segments).run() };
-        ChainState::Done(finish(handler, chain, |handler| handler.transferred(token, chain, outcome)))
+        ChainState::Done(finish(handler, chain, |handler| handler.finish_transfer(token, chain, outcome)))
     }
 }
 
 /// Finishes a reply; a panic fails the chain.
 pub(crate) fn finish<H: QueueHandler>(handler: &mut H, chain: &Chain, finish: impl FnOnce(&mut H) -> u32) -> u32 {
-    catch_unwind(AssertUnwindSafe(|| finish(handler))).unwrap_or_else(|_| handler.failed(chain))
+    catch_unwind(AssertUnwindSafe(|| finish(handler))).unwrap_or_else(|_| handler.write_error(chain))
 }
 
 impl Io<'_> {

@@ -184,8 +184,8 @@ impl Ring {
     /// at least `least` completions to process, and more than chains are available here (`wholly`: any number). `None`
     /// also while chains are recovered, and without event indexes.
     #[inline]
-    pub(crate) fn lags_at(&self, least: u16, wholly: bool) -> Option<u16> {
-        either!(self, ring => ring.lags_at(least, wholly))
+    pub(crate) fn used_event_if_behind(&self, least: u16, wholly: bool) -> Option<u16> {
+        either!(self, ring => ring.used_event_if_behind(least, wholly))
     }
 
     /// Returns the number of descriptors.

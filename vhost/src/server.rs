@@ -77,7 +77,7 @@ struct Stop {
     /// There is no next server.
     for_good: AtomicBool,
     /// The back-end channel.
-    channel: Channel,
+    channel: Arc<Channel>,
 }
 
 impl Server {
@@ -92,7 +92,7 @@ impl Server {
             stream: Mutex::new(None),
             had_left: AtomicBool::new(false),
             for_good: AtomicBool::new(false),
-            channel: Channel::default(),
+            channel: Arc::default(),
         });
         let (mine, device) = (Arc::clone(&stop), Arc::new(device));
         let ended = EndSignal::default();
@@ -297,7 +297,7 @@ fn converse<D: Device>(
     ratelimited_log: &Arc<RatelimitedLog>,
 ) {
     let mut connection = Connection::new(Arc::clone(device), Arc::clone(ratelimited_log));
-    connection.set_stop(stop.event.try_clone().ok());
+    connection.set_server(stop.event.try_clone().ok(), Arc::clone(&stop.channel));
     let connection = Arc::new(Mutex::new(connection));
     let outcome = match &stored {
         Some((store, records)) => listen_persistent(&**device, (stream, store, records), &connection, stop),

@@ -119,9 +119,9 @@ impl<H: QueueHandler> WorkerContext<H> {
         let _ = catch_unwind(AssertUnwindSafe(|| handler.accept(token, chain)));
     }
 
-    fn batch_end(&mut self) {
+    fn end_batch(&mut self) {
         let handler = &mut self.handler;
-        let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
+        let _ = catch_unwind(AssertUnwindSafe(|| handler.end_batch()));
     }
 
     /// Hands over the completion of the chain that was being served, which lies in this memory: another thread has
@@ -156,7 +156,7 @@ impl<H: QueueHandler> WorkerContext<H> {
                 break;
             }
         }
-        self.batch_end();
+        self.end_batch();
     }
 }
 
@@ -223,7 +223,7 @@ impl<H: QueueHandler> Worker<H> {
                 Some(served) => served,
                 None => return Ok(ExitReason::Replaced),
             };
-            context.batch_end();
+            context.end_batch();
             self = match self.flush(context) {
                 Some(worker) => worker,
                 None => return Ok(ExitReason::Replaced),
@@ -290,7 +290,7 @@ impl<H: QueueHandler> Worker<H> {
         batcher.wait(|| {
             let mut all = None;
             for running in running.iter().filter(|running| running.has_work()) {
-                let at = u32::from(running.ring.lags_at(batch::COMPLETIONS_MIN, active > 0)?);
+                let at = u32::from(running.ring.used_event_if_behind(batch::COMPLETIONS_MIN, active > 0)?);
                 all = Some(all.unwrap_or(0u32).wrapping_add(at));
             }
             let waits = all.filter(|_| !port.0.is_filled() && !transfers.has_events());
@@ -318,7 +318,7 @@ impl<H: QueueHandler> Worker<H> {
                     if let Some(pending) = pending {
                         context.handler.attach(token, pending);
                     }
-                    self.transferred(context, token, outcome);
+                    self.finish_transfer(context, token, outcome);
                 }
             }
         }
@@ -327,16 +327,16 @@ impl<H: QueueHandler> Worker<H> {
 
     fn finish_transfers(&mut self, context: &mut WorkerContext<H>) {
         while let Some((token, outcome)) = context.transfers.next_done() {
-            self.transferred(context, token, outcome);
+            self.finish_transfer(context, token, outcome);
         }
         while let Some(transfer) = context.transfers.next_for_pool() {
             self.send_to_pool(context, transfer);
         }
     }
 
-    fn transferred(&mut self, context: &mut WorkerContext<H>, token: u64, outcome: std::io::Result<usize>) {
+    fn finish_transfer(&mut self, context: &mut WorkerContext<H>, token: u64, outcome: std::io::Result<usize>) {
         let Some((queue, chain, memory)) = self.slots.take(token) else { return };
-        let written = finish(&mut context.handler, &chain, |handler| handler.transferred(token, &chain, outcome));
+        let written = finish(&mut context.handler, &chain, |handler| handler.finish_transfer(token, &chain, outcome));
         self.push_used(queue, chain, &memory, context.handler.complete(token, written));
     }
 

@@ -41,6 +41,17 @@ impl Blk {
         .filter(|(offered, _)| *offered)
         .fold(always, |all, (_, one)| all | one)
     }
+
+    /// Returns the value that a driver writes to `writeback`. Some front ends write the whole word: the other bytes must
+    /// be those of the configuration.
+    fn written_writeback(&self, offset: u32, bytes: &[u8]) -> Option<bool> {
+        let offset = usize::try_from(offset).ok()?;
+        let at = Config::WRITEBACK_OFFSET.checked_sub(offset)?;
+        let on = *bytes.get(at)?;
+        let mut expected = self.config()?.get(offset..)?.get(..bytes.len())?.to_vec();
+        expected[at] = on;
+        (expected == bytes).then_some(on != 0)
+    }
 }
 
 impl Device for Blk {
@@ -68,19 +79,16 @@ impl Device for Blk {
             discard_bytes: geometry.discard_bytes,
             segments_max: SEGMENTS_MAX,
             queues: u16::try_from(self.options.queues).unwrap_or(1),
-            writeback: self.state.is_writeback(),
+            writeback: self.state.may_cache() && self.state.wants_cache(),
         };
         Some(config.encode().into())
     }
 
     fn write_config(&self, (): &(), offset: u32, bytes: &[u8]) -> bool {
-        match (usize::try_from(offset), bytes) {
-            (Ok(Config::WRITEBACK_OFFSET), [on]) if self.state.may_cache() => {
-                self.state.set_writeback(*on != 0);
-                true
-            }
-            _ => false,
-        }
+        let on = self.written_writeback(offset, bytes).filter(|_| self.state.may_cache());
+        let Some(on) = on else { return false };
+        self.state.set_writeback(on);
+        true
     }
 
     fn driver_state(&self, (): &()) -> Option<u32> {

@@ -296,7 +296,7 @@ impl QueueHandler for Handler {
         let mut header = [0; HEADER_BYTES];
         chain.read_at(0, &mut header);
         let sizes = Sizes { readable: chain.readable_bytes(), writable: chain.writable_bytes() };
-        let limits = self.state.limits(self.logical_block_bytes);
+        let limits = self.state.request_limits(self.logical_block_bytes);
         let request = Request::decode(&header, sizes, &limits);
         if let Some(limiter) = &self.limiter {
             charge(limiter, &request);
@@ -329,7 +329,7 @@ impl QueueHandler for Handler {
         state
     }
 
-    fn transferred(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
+    fn finish_transfer(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
         let wanted = self.under_way.get_mut(low_half(token)).map(std::mem::take).unwrap_or_default();
         let what = if wanted.is_read { "read" } else { "write or flush" };
         let is_done = outcome.as_ref().is_ok_and(|moved| *moved == wanted.bytes);
@@ -373,7 +373,7 @@ impl QueueHandler for Handler {
         self.limiter.as_ref()?.wait()
     }
 
-    fn failed(&mut self, chain: &Chain) -> u32 {
+    fn write_error(&mut self, chain: &Chain) -> u32 {
         let active = self.active.take();
         if let Some(active) = active {
             active.end(&mut self.recorder, Status::IoError);
@@ -382,7 +382,7 @@ impl QueueHandler for Handler {
         end(chain, Status::IoError, 0)
     }
 
-    fn batch_end(&mut self) {
-        self.recorder.batch_end();
+    fn end_batch(&mut self) {
+        self.recorder.end_batch();
     }
 }

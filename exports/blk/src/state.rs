@@ -50,12 +50,14 @@ pub(crate) struct State {
     may_cache: bool,
     /// The last known size: querying the disk may block on a lock.
     bytes: AtomicU64,
-    /// The driver has enabled the cache, if it supports CONFIG_WCE.
+    /// The cache is switched on in the configuration space.
     wants_cache: AtomicBool,
     /// The driver supports CONFIG_WCE.
     can_choose: AtomicBool,
     /// The driver supports FLUSH.
     can_flush: AtomicBool,
+    /// The driver supports BLK_SIZE.
+    knows_block_size: AtomicBool,
 }
 
 impl State {
@@ -74,6 +76,7 @@ impl State {
             wants_cache: true.into(),
             can_choose: true.into(),
             can_flush: true.into(),
+            knows_block_size: true.into(),
         }
     }
 
@@ -81,6 +84,16 @@ impl State {
         self.disk.geometry()
     }
 
+    /// Returns the limits of requests. A driver that does not see the block size may use any sectors (section 5.2.5).
+    pub(crate) fn request_limits(&self, logical_block_bytes: u32) -> Limits {
+        let limits = self.limits(logical_block_bytes);
+        match self.knows_block_size.load(Ordering::Relaxed) {
+            true => limits,
+            false => Limits { block_bytes: SECTOR_BYTES, ..limits },
+        }
+    }
+
+    /// Returns the limits of the disk, for the configuration space.
     pub(crate) fn limits(&self, logical_block_bytes: u32) -> Limits {
         Limits {
             bytes: self.bytes.load(Ordering::Relaxed),
@@ -117,7 +130,8 @@ impl State {
         self.may_cache && wants_cache && self.can_flush.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the driver has the write cache switched on.
+    /// Returns whether the write cache is switched on in the configuration space. A front end may show this to the next
+    /// driver, too, so it does not depend on the current driver's features.
     pub(crate) fn wants_cache(&self) -> bool {
         self.wants_cache.load(Ordering::Relaxed)
     }
@@ -127,11 +141,16 @@ impl State {
         self.wants_cache.store(on, Ordering::Relaxed);
     }
 
-    /// Applies the negotiated features: every write of a driver that cannot flush is durable (section 5.2.5.2), and the configuration
-    /// shows that.
+    /// Applies the negotiated features: every write of a driver that cannot flush is durable. If it reads the cache's
+    /// state, the cache is switched off (section 5.2.5.2).
     pub(crate) fn negotiated(&self, features: DeviceFeatures) {
-        self.can_choose.store(features.contains(DeviceFeatures::CONFIG_WCE), Ordering::Relaxed);
-        self.can_flush.store(features.contains(DeviceFeatures::FLUSH), Ordering::Relaxed);
+        let has = |feature| features.contains(feature);
+        self.can_choose.store(has(DeviceFeatures::CONFIG_WCE), Ordering::Relaxed);
+        self.can_flush.store(has(DeviceFeatures::FLUSH), Ordering::Relaxed);
+        self.knows_block_size.store(has(DeviceFeatures::BLK_SIZE), Ordering::Relaxed);
+        if has(DeviceFeatures::CONFIG_WCE) && !has(DeviceFeatures::FLUSH) {
+            self.set_writeback(false);
+        }
     }
 
     /// Resets the state for another guest.
@@ -145,5 +164,6 @@ impl State {
     pub(crate) fn reset(&self) {
         self.can_choose.store(true, Ordering::Relaxed);
         self.can_flush.store(true, Ordering::Relaxed);
+        self.knows_block_size.store(true, Ordering::Relaxed);
     }
 }

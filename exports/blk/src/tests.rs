@@ -123,6 +123,34 @@ fn the_cache_mode_is_the_negotiated_one() {
     }
 }
 
+/// QEMU shows the next driver what it has read under the current one.
+#[test]
+fn the_configuration_shows_the_cache_that_the_next_driver_gets() {
+    let (flush, wce) = (DeviceFeatures::FLUSH, DeviceFeatures::CONFIG_WCE);
+    for (negotiated, shown) in [(flush | wce, 1), (flush, 1), (DeviceFeatures::default(), 1), (wce, 0)] {
+        let state = Arc::new(State::new(Mem::new(DiskFeatures::default()), true, "disk".into()));
+        let device = Blk::new(Arc::clone(&state), Options::default());
+        let shows = || device.config().unwrap()[Config::WRITEBACK_OFFSET];
+        device.negotiated(&(), negotiated.0);
+        assert_eq!(shows(), shown, "{negotiated:?}");
+        assert_eq!(state.is_writeback(), shown == 1 && negotiated.contains(flush), "{negotiated:?}");
+        device.reset(&());
+        assert_eq!(shows(), shown, "{negotiated:?}");
+        device.negotiated(&(), (flush | wce).0);
+        assert_eq!(state.is_writeback(), shown == 1, "{negotiated:?}");
+    }
+}
+
+#[test]
+fn a_driver_that_does_not_see_the_block_size_may_use_sectors() {
+    let state = State::new(Mem::new(DiskFeatures::default()), true, "disk".into());
+    for (negotiated, block_bytes) in [(DeviceFeatures::FLUSH, 512), (DeviceFeatures::BLK_SIZE, 4096)] {
+        state.negotiated(negotiated);
+        assert_eq!(state.request_limits(4096).block_bytes, block_bytes);
+        assert_eq!(state.limits(4096).block_bytes, 4096, "the configuration keeps it for the next driver");
+    }
+}
+
 #[test]
 fn the_offered_features_are_those_of_the_disk() {
     let device = |features, writeback| {
@@ -146,7 +174,16 @@ fn the_offered_features_are_those_of_the_disk() {
     let offset = u32::try_from(Config::WRITEBACK_OFFSET).unwrap();
     assert!(full.write_config(&(), offset, &[0]));
     assert_eq!(full.config().unwrap()[Config::WRITEBACK_OFFSET], 0);
-    for (offset, bytes) in [(0, &[1][..]), (offset, &[1, 0]), (offset, &[]), (u32::MAX, &[1])] {
+    assert!(full.write_config(&(), offset, &[1, 0, 3, 0]), "a front end may write the word");
+    assert_eq!(full.config().unwrap()[Config::WRITEBACK_OFFSET], 1);
+    for (offset, bytes) in [
+        (0, &[1][..]),
+        (offset, &[1, 0, 4, 0]),
+        (offset, &[1; 40]),
+        (offset, &[]),
+        (offset + 1, &[0]),
+        (u32::MAX, &[1]),
+    ] {
         assert!(!full.write_config(&(), offset, bytes), "{offset} {bytes:?}");
     }
     assert!(!through.write_config(&(), offset, &[1]), "a cache that nobody offered");

@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use vhost::vhost_user::GpuBackend;
 use vhost::vhost_user::message::{
-    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
-    VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
-    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+    VHOST_USER_CONFIG_OFFSET, VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags,
+    VhostUserInflight, VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
+    VhostUserSharedMsg, VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
 };
 use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 
@@ -26,6 +26,12 @@ use crate::{Device, QUEUE_SIZE_MAX, waiting};
 /// Wraps a descriptor that is shared with a worker.
 fn shared(fd: File) -> Arc<OwnedFd> {
     Arc::new(fd.into())
+}
+
+/// Returns the offset in the configuration space. cloud-hypervisor up to version 50 and Dragonball count from the
+/// registers before it (virtio-mmio).
+fn config_offset(offset: u32) -> u32 {
+    offset.checked_sub(VHOST_USER_CONFIG_OFFSET).unwrap_or(offset)
 }
 
 impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
@@ -56,6 +62,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         let changes = (self.features ^ features) & F_LOG_ALL != 0;
         self.features = features;
         self.device.negotiated(&self.session, features & !F_LOG_ALL);
+        self.store_driver_state();
         if changes { self.restart_all(|_| ()) } else { Ok(()) }
     }
 
@@ -76,8 +83,8 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         let good = (1..=u32::from(QUEUE_SIZE_MAX)).contains(&num) && (self.is_packed() || num.is_power_of_two());
         if !good {
             tracing::error!(
-                "queue {index} of {num} entries: it must have up to {QUEUE_SIZE_MAX} (queue-size=1024), a power of two \
-                 unless it is a packed ring"
+                "queue {index} has {num} entries; up to {QUEUE_SIZE_MAX} are possible, a power of two unless the ring is packed: \
+                 set the queue size in the VMM (QEMU: queue-size=1024, crosvm: max-queue-size=1024)"
             );
             return Err(Error::InvalidParam);
         }
@@ -169,13 +176,15 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        // Before it is read, so that a change meanwhile is reported.
+        self.channel.config_requested();
         let config = self.device.config().ok_or(Error::InvalidOperation("this device has no configuration"))?;
-        let bytes = config.into_iter().skip(offset as usize).chain(std::iter::repeat(0));
+        let bytes = config.into_iter().skip(config_offset(offset) as usize).chain(std::iter::repeat(0));
         Ok(bytes.take(size as usize).collect())
     }
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _: VhostUserConfigFlags) -> Result<()> {
-        match self.device.write_config(&self.session, offset, bytes) {
+        match self.device.write_config(&self.session, config_offset(offset), bytes) {
             true => {
                 self.store_driver_state();
                 Ok(())
@@ -294,10 +303,9 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         let Some(window) = &self.window else {
             return Err(Error::InvalidOperation("shared memory is not offered"));
         };
-        // Mappings need acknowledgements.
-        let needs = VhostUserProtocolFeatures::BACKEND_REQ
-            | VhostUserProtocolFeatures::BACKEND_SEND_FD
-            | VhostUserProtocolFeatures::REPLY_ACK;
+        // Mappings need acknowledgements. BACKEND_SEND_FD is not required: SHMEM_MAP always carries a descriptor, and
+        // crosvm takes it without that feature.
+        let needs = VhostUserProtocolFeatures::BACKEND_REQ | VhostUserProtocolFeatures::REPLY_ACK;
         if !self.protocol.contains(needs) {
             tracing::warn!("no window: the front end would not acknowledge mappings");
             return Ok(VhostUserShMemConfig::default());

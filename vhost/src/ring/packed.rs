@@ -185,7 +185,7 @@ impl PackedRing {
     }
 
     #[inline]
-    pub(super) fn lags_at(&self, least: u16, wholly: bool) -> Option<u16> {
+    pub(super) fn used_event_if_behind(&self, least: u16, wholly: bool) -> Option<u16> {
         let event_flags = self.driver_event.load_u32(0, Ordering::Relaxed);
         if !self.event_index || event_flags >> 16 & 3 != EVENT_DESCRIPTOR || !self.resubmitted.is_empty() {
             return None;

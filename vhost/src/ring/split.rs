@@ -148,7 +148,7 @@ impl SplitRing {
     }
 
     #[inline]
-    pub(super) fn lags_at(&self, least: u16, wholly: bool) -> Option<u16> {
+    pub(super) fn used_event_if_behind(&self, least: u16, wholly: bool) -> Option<u16> {
         let event = self.available.load_u16(self.used_event_at(), Ordering::Relaxed);
         let unseen = self.published_used.wrapping_sub(event);
         let waiting = self.available.load_u16(INDEX, Ordering::Acquire).wrapping_sub(self.next_available);

@@ -41,7 +41,7 @@ pub trait QueueHandler: 'static {
     /// Serves a chain.
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> ChainState;
     /// Finishes the reply after the chain's transfer; returns the number of written bytes.
-    fn transferred(&mut self, token: u64, chain: &Chain, outcome: std::io::Result<usize>) -> u32;
+    fn finish_transfer(&mut self, token: u64, chain: &Chain, outcome: std::io::Result<usize>) -> u32;
     /// Called by the owner of the queue before a chain that any thread served goes to the used ring, in the order of
     /// that ring (together with [`Self::deliver`]). Returns the number of written bytes to report.
     fn complete(&mut self, _token: u64, written: u32) -> u32 {
@@ -49,10 +49,10 @@ pub trait QueueHandler: 'static {
     }
     /// Writes a reply to its chain, in the order of sending; returns the number of written bytes.
     fn deliver(&mut self, chain: &Chain, message: Self::Message) -> u32;
-    /// Writes an error reply after [`Self::serve`], [`Self::transferred`] or [`Self::deliver`] panicked.
-    fn failed(&mut self, chain: &Chain) -> u32;
+    /// Writes an error reply after [`Self::serve`], [`Self::finish_transfer`] or [`Self::deliver`] panicked.
+    fn write_error(&mut self, chain: &Chain) -> u32;
     /// Called after each batch, before the worker sleeps, and after each chain that another thread served.
-    fn batch_end(&mut self) {}
+    fn end_batch(&mut self) {}
     /// Returns where a chain may be served while requests are slow.
     fn placement(&self, _chain: &Chain) -> Placement {
         Placement::Here
@@ -66,6 +66,6 @@ pub trait QueueHandler: 'static {
     fn detach(&mut self, _token: u64) -> Option<Self::PendingTransfer> {
         None
     }
-    /// Adds the state of a transfer, before [`Self::transferred`].
+    /// Adds the state of a transfer, before [`Self::finish_transfer`].
     fn attach(&mut self, _token: u64, _pending: Self::PendingTransfer) {}
 }

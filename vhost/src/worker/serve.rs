@@ -146,7 +146,7 @@ impl<H: QueueHandler> Worker<H> {
             // SAFETY: `memory` is what the chain lies in.
             let state = unsafe { served.finish(handler, &chain, token) };
             drop(memory);
-            let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
+            let _ = catch_unwind(AssertUnwindSafe(|| handler.end_batch()));
             takeover.slow.ordered.fetch_sub(order.map_or(0, |_| 1), Ordering::Release);
             takeover.slow.served_elsewhere(Some(start.elapsed()));
             takeover.complete(Completion::Served { token, chain, state });

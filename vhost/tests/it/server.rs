@@ -4,7 +4,7 @@ use crate::toy;
 
 use std::collections::HashMap;
 use std::io::Read;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -13,12 +13,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ferry_driver::memory::Buffer;
+use ferry_driver::memory::{Buffer, Memory};
 use ferry_driver::{Config, Driver, Error};
 use toy::{FATAL, GATED, HELD, PANICS, PARKED, QUEUES, Toy, WRITABLE_AT, answers, ask, config, serve};
-use vhost::VhostBackend;
-use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserProtocolFeatures as Protocol};
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures as Protocol};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Where a process started by [`killed_servers`] serves, and notes what it does.
@@ -342,6 +343,10 @@ fn the_configuration_is_read_written_and_reset() {
     assert_eq!(driver.read_config(0, 5).unwrap(), [1, 2, 3, 4, 9]);
     driver.reboot().unwrap();
     assert_eq!(driver.read_config(0, 5).unwrap(), [1, 2, 3, 4, 0]);
+    // The offsets of cloud-hypervisor up to version 50.
+    assert_eq!(driver.read_config(0x100 + 2, 3).unwrap(), [3, 4, 0]);
+    driver.write_config(0x100 + WRITABLE_AT, &[9]).unwrap();
+    assert_eq!(driver.read_config(0x100, 5).unwrap(), [1, 2, 3, 4, 9]);
     converse(&mut driver, 0, 10);
 }
 
@@ -387,6 +392,71 @@ fn configuration_changes_are_sent_to_the_front_end() {
         ours.set_nonblocking(true).unwrap();
         assert!((&ours).read(&mut message).is_err(), "once");
     }
+}
+
+/// Starts queue 0 at the beginning of the memory.
+fn start_queue(frontend: &mut Frontend, memory: &Memory) {
+    let host = memory.regions()[0].host();
+    let ring = VringConfigData {
+        queue_max_size: 4,
+        queue_size: 4,
+        flags: 0,
+        desc_table_addr: host,
+        avail_ring_addr: host + 0x100,
+        used_ring_addr: host + 0x200,
+        log_addr: None,
+    };
+    frontend.set_vring_num(0, 4).unwrap();
+    frontend.set_vring_addr(0, &ring).unwrap();
+    frontend.set_vring_base(0, 0).unwrap();
+    frontend.set_vring_kick(0, &EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
+    frontend.set_vring_enable(0, true).unwrap();
+}
+
+/// QEMU drops the message while the device is stopped.
+#[test]
+fn a_configuration_change_is_repeated_until_it_is_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    let (_socket, server) = serve(&path, Toy::default());
+    let mut frontend = front_end(&path);
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    let received = || (&ours).read(&mut [0; 120]).map_or(0, |bytes| bytes / 12);
+    frontend.set_backend_request_fd(&theirs).unwrap();
+    let memory = Memory::new(1 << 20, 1).unwrap();
+    let region = &memory.regions()[0];
+    let info = VhostUserMemoryRegionInfo {
+        guest_phys_addr: region.guest(),
+        memory_size: region.len() as u64,
+        userspace_addr: region.host(),
+        mmap_offset: 0,
+        mmap_handle: region.file().as_raw_fd(),
+    };
+    frontend.set_mem_table(&[info]).unwrap();
+    for _ in 0..2 {
+        assert_eq!(received(), 1);
+        start_queue(&mut frontend, &memory);
+        assert_eq!(received(), 1, "it was not read");
+        frontend.get_config(0, 5, VhostUserConfigFlags::WRITABLE, &[0; 5]).unwrap();
+        frontend.get_vring_base(0).unwrap();
+        start_queue(&mut frontend, &memory);
+        assert_eq!(received(), 0, "it was read");
+        frontend.get_vring_base(0).unwrap();
+        server.config_changed();
+    }
+}
+
+/// As crosvm does.
+#[test]
+fn a_front_end_without_backend_send_fd_gets_a_window() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("s");
+    let (_socket, _server) = serve(&path, Toy { window_bytes: Some(2 << 20), ..Toy::default() });
+    let mut frontend = front_end(&path);
+    let offered = frontend.get_protocol_features().unwrap();
+    frontend.set_protocol_features(offered - Protocol::BACKEND_SEND_FD).unwrap();
+    assert_eq!(frontend.get_shmem_config().unwrap().memory_sizes[0], 2 << 20);
 }
 
 #[test]

@@ -47,6 +47,8 @@ pub struct Toy {
     pub held: Held,
     /// The number of threads for waiting requests: those at the gate and odd ones.
     pub spares: usize,
+    /// The length of the shared memory region, if there is one.
+    pub window_bytes: Option<u64>,
 }
 
 impl Toy {
@@ -94,6 +96,10 @@ impl Device for Toy {
 
     fn changes_config(&self) -> bool {
         true
+    }
+
+    fn window_bytes(&self) -> Option<u64> {
+        self.window_bytes
     }
 
     fn tracks_in_flight(&self) -> bool {
@@ -173,7 +179,7 @@ impl QueueHandler for Handler {
         state
     }
 
-    fn transferred(&mut self, _: u64, _: &Chain, _: io::Result<usize>) -> u32 {
+    fn finish_transfer(&mut self, _: u64, _: &Chain, _: io::Result<usize>) -> u32 {
         0
     }
 
@@ -195,7 +201,7 @@ impl QueueHandler for Handler {
         }
     }
 
-    fn failed(&mut self, _: &Chain) -> u32 {
+    fn write_error(&mut self, _: &Chain) -> u32 {
         assert!(!self.is_broken, "a test panic");
         0
     }

@@ -8,6 +8,10 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use super::request::{DISCARD_BYTES_MAX, RANGES_MAX, WRITE_ZEROES_BYTES_MAX};
 use super::{Limits, SECTOR_BYTES};
 
+/// The number of ranges of a DISCARD that is offered, below [`RANGES_MAX`]: Windows drivers before 2026 have an array of
+/// this length and write past its end (virtio-win, pull request 1504).
+const DISCARD_RANGES_OFFERED: U32 = U32::new(16);
+
 /// Feature bits of a block device (section 5.2.3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceFeatures(pub u64);
@@ -131,7 +135,7 @@ impl Config {
             unused0: 0,
             num_queues: U16::new(self.queues),
             max_discard_sectors: when(discard, sectors(DISCARD_BYTES_MAX)),
-            max_discard_seg: when(discard, narrow(RANGES_MAX as u64)),
+            max_discard_seg: when(discard, DISCARD_RANGES_OFFERED),
             discard_sector_alignment: when(discard, sectors(u64::from(self.discard_bytes))),
             max_write_zeroes_sectors: when(zeroes, sectors(WRITE_ZEROES_BYTES_MAX)),
             max_write_zeroes_seg: when(zeroes, narrow(RANGES_MAX as u64)),

@@ -45,6 +45,7 @@ fn requests_are_decoded_or_refused() {
         (read_only, 13, 0, 32, 1, Err(Refusal::ReadOnly)),
         (read_only, 4, 0, 16, 1, Ok(Request::Flush)),
         (LIMITS, 4, 9, 16, 1, Ok(Request::Flush)),
+        (LIMITS, 5, 0, 16, 1, Ok(Request::Flush)),
         (LIMITS, 8, 0, 16, 21, Ok(Request::Id { bytes: 20 })),
         (LIMITS, 8, 0, 16, 4, Ok(Request::Id { bytes: 3 })),
         (LIMITS, 8, 0, 16, 4096, Ok(Request::Id { bytes: 20 })),
@@ -104,7 +105,7 @@ fn a_configuration_has_every_field_at_its_place() {
     assert_eq!(u64::from_le_bytes(bytes[..8].try_into().unwrap()), 10 << 20);
     assert_eq!((word(12), word(20), bytes[24], word(28)), (126, 512, 3, 128));
     assert_eq!((bytes[32], bytes[34]), (1, 4));
-    assert_eq!((word(36), word(40), word(44)), (2 << 20, 32, 8));
+    assert_eq!((word(36), word(40), word(44)), (2 << 20, 16, 8), "an array in Windows drivers has 16 entries");
     assert_eq!((word(48), word(52), bytes[56]), (128 << 10, 32, 1));
     let read_only = Config { limits: Limits { read_only: true, ..config.limits }, writeback: false, ..config }.encode();
     assert_eq!((read_only[32], &read_only[36..57]), (0, &[0; 21][..]));

@@ -118,6 +118,17 @@ fn hostile_headers_are_refused_and_images_stay_unchanged() {
     }
 }
 
+#[test]
+fn without_snapshots_their_table_may_be_anywhere() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("image");
+    create(&path, MIB, None);
+    // As QEMU leaves it after the last snapshot is deleted.
+    patch(&path, &(1_u64 << 40).to_be_bytes(), 64);
+    let disk = open(&path, &options(false)).expect("an image");
+    assert_eq!(disk.write(&at(0, 512), true, &mut &[7; 512][..]).expect("a write").bytes(), Some(512));
+}
+
 fn create_short(path: &Path, bytes: u64) {
     let _ = fs::remove_file(path);
     create(path, MIB, None);

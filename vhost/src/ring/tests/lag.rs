@@ -10,13 +10,13 @@ fn a_driver_lags_while_more_waits_for_it_than_for_us() {
         let mut guest = Guest::new(8, packed, true);
         let mut ring = guest.ring(begin, None).unwrap();
         guest.wish(Wish::Past(0));
-        assert_eq!(ring.lags_at(1, false), None, "a ring that was never used, packed {packed}");
+        assert_eq!(ring.used_event_if_behind(1, false), None, "a ring that was never used, packed {packed}");
         // Three times, over the end of the ring.
         for _ in 0..3 {
             for _ in 0..6 {
                 guest.submit(2, true).unwrap();
             }
-            assert_eq!(ring.lags_at(1, false), None, "it has had no answer yet");
+            assert_eq!(ring.used_event_if_behind(1, false), None, "it has had no answer yet");
             while let Some(chain) = pop(&mut ring) {
                 serve(&chain);
                 ring.push(&chain, 8);
@@ -29,15 +29,22 @@ fn a_driver_lags_while_more_waits_for_it_than_for_us() {
                 let offered = places.len();
                 places.extend((offered..waiting).map(|_| guest.submit(2, true).unwrap()));
                 guest.wish(Wish::Past(seen));
-                assert_eq!(ring.lags_at(1, true).is_some(), seen < 6, "packed {packed}: {seen} of 6 seen");
-                assert_eq!(ring.lags_at(1, false).is_some(), lags, "packed {packed}: {seen} of 6 seen, {waiting} wait");
+                assert_eq!(ring.used_event_if_behind(1, true).is_some(), seen < 6, "packed {packed}: {seen} of 6 seen");
+                assert_eq!(
+                    ring.used_event_if_behind(1, false).is_some(),
+                    lags,
+                    "packed {packed}: {seen} of 6 seen, {waiting} wait"
+                );
             }
             guest.wish(Wish::Past(3));
-            assert!(ring.lags_at(3, true).is_some() && ring.lags_at(4, true).is_none(), "three are left");
+            assert!(
+                ring.used_event_if_behind(3, true).is_some() && ring.used_event_if_behind(4, true).is_none(),
+                "three are left"
+            );
             guest.wish(Wish::Past(2));
-            let two = ring.lags_at(1, false);
+            let two = ring.used_event_if_behind(1, false);
             guest.wish(Wish::Past(3));
-            assert_ne!(ring.lags_at(1, false), two, "it moves");
+            assert_ne!(ring.used_event_if_behind(1, false), two, "it moves");
             guest.poll();
             while let Some(chain) = pop(&mut ring) {
                 serve(&chain);
@@ -51,7 +58,7 @@ fn a_driver_lags_while_more_waits_for_it_than_for_us() {
         let mut ring = guest.ring(begin, None).unwrap();
         guest.submit(2, true).unwrap();
         serve(&pop(&mut ring).unwrap());
-        assert_eq!(ring.lags_at(1, false), None, "without event indices nobody knows");
+        assert_eq!(ring.used_event_if_behind(1, false), None, "without event indices nobody knows");
     }
 }
 
@@ -66,6 +73,6 @@ fn any_place_that_a_driver_claims_is_survived() {
     for place in 0..=u16::MAX {
         let wish = u32::from(place) | 2 << 16;
         guest.write_guest_memory(AVAILABLE_PART, &wish.to_le_bytes());
-        let _ = (ring.lags_at(1, false), ring.lags_at(1, true));
+        let _ = (ring.used_event_if_behind(1, false), ring.used_event_if_behind(1, true));
     }
 }
