@@ -65,7 +65,7 @@ impl Entry {
 /// It is invalid. No part of it is shown, because it could be a secret.
 pub fn parse_credentials(text: &[u8], names: &[String]) -> std::result::Result<Option<String>, String> {
     let config = parse(text)?;
-    Ok(find_in(&config, names)?.map(|(_, basic)| basic))
+    Ok(find_in(&config, ("https", names))?.map(|(_, basic)| basic))
 }
 
 fn parse(text: &[u8]) -> std::result::Result<Config, String> {
@@ -73,14 +73,38 @@ fn parse(text: &[u8]) -> std::result::Result<Config, String> {
 }
 
 /// Returns the place of the most specific name that a file has, and its credentials.
-fn find_in(config: &Config, names: &[String]) -> std::result::Result<Option<(usize, String)>, String> {
+fn find_in(
+    config: &Config,
+    (scheme, names): (&str, &[String]),
+) -> std::result::Result<Option<(usize, String)>, String> {
     for (place, name) in names.iter().enumerate() {
-        let Some(entry) = config.auths.get(name) else { continue };
-        if let Some(basic) = entry.basic().map_err(|wrong| format!("the entry of {name} {wrong}"))? {
-            return Ok(Some((place, basic)));
+        for entry in entries(&config.auths, name, scheme) {
+            if let Some(basic) = entry.basic().map_err(|wrong| format!("the entry of {name} {wrong}"))? {
+                return Ok(Some((place, basic)));
+            }
         }
     }
     Ok(None)
+}
+
+/// Returns the entries of a name, first that with exactly this key.
+fn entries<'a, T>(all: &'a HashMap<String, T>, name: &str, scheme: &str) -> Vec<&'a T> {
+    let is_of = |(key, _): &(&String, &T)| *key == name || bare(key, scheme).as_deref() == Some(name);
+    let mut found: Vec<_> = all.iter().filter(is_of).collect();
+    found.sort_unstable_by_key(|(key, _)| (*key != name, *key));
+    found.into_iter().map(|(_, entry)| entry).collect()
+}
+
+/// Returns the host and the repository of a key, without the scheme, the version of the API and a slash at the end, as kubelet reads keys.
+/// `None`: it is for another scheme.
+fn bare(key: &str, scheme: &str) -> Option<String> {
+    let rest = match key.split_once("://") {
+        Some((found, rest)) => Some(rest).filter(|_| found == scheme)?,
+        None => key,
+    };
+    let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
+    let path = path.strip_prefix("v1/").or_else(|| path.strip_prefix("v2/")).unwrap_or(path).trim_end_matches('/');
+    Some(if path.is_empty() { host.to_owned() } else { format!("{host}/{path}") })
 }
 
 /// Credentials that were found.
@@ -96,7 +120,8 @@ pub(crate) struct Found {
 pub(crate) struct Credentials {
     /// The server, as docker calls it.
     host: String,
-    /// The names of its entries, the most specific first.
+    scheme: String,
+    /// The names of its entries without the scheme, the most specific first.
     names: Vec<String>,
     /// A file that comes first, if it is there.
     first: Option<PathBuf>,
@@ -119,16 +144,21 @@ impl Credentials {
         let directories =
             std::iter::successors(Some(repository), |path| path.rsplit_once('/').map(|(directory, _)| directory));
         let below = directories.flat_map(|path| hosts.iter().map(move |host| format!("{host}/{path}")));
-        let own = hosts.iter().flat_map(|name| {
-            let paths = ["", "/v1/", "/v2/"].map(|path| format!("{}://{name}{path}", base.scheme()));
-            [name.clone()].into_iter().chain(paths)
-        });
-        let names = below.chain(own).collect();
+        let names = below.chain(hosts.iter().cloned()).collect();
         let variable = || std::env::var_os("REGISTRY_AUTH_FILE").filter(|value| !value.is_empty()).map(PathBuf::from);
-        let credentials =
-            Self { host: host.into(), names, first: None, named: named.map(PathBuf::from).or_else(variable) };
+        let credentials = Self {
+            scheme: base.scheme().into(),
+            host: host.into(),
+            names,
+            first: None,
+            named: named.map(PathBuf::from).or_else(variable),
+        };
         credentials.read()?;
         Ok(credentials)
+    }
+
+    fn keys(&self) -> (&str, &[String]) {
+        (&self.scheme, &self.names)
     }
 
     /// Looks into this file first; it may be missing.
@@ -144,7 +174,7 @@ impl Credentials {
     pub(crate) fn find(&self) -> Result<Option<Found>> {
         if let Some(file) = &self.first {
             let found = read_file(file).and_then(|config| match config {
-                Some(config) => find_in(&config, &self.names),
+                Some(config) => find_in(&config, self.keys()),
                 None => Ok(None),
             });
             match found {
@@ -155,14 +185,17 @@ impl Credentials {
         }
         let files = self.read()?;
         for (file, config) in &files {
-            let helper = self.names.iter().find_map(|name| config.helpers.get(name));
+            let helper = self.names.iter().find_map(|name| {
+                let helpers = entries(&config.helpers, name, &self.scheme);
+                helpers.first().copied()
+            });
             if let Some(found) = helper.map_or(Ok(None), |helper| self.ask(helper, file))? {
                 return Ok(Some(found));
             }
         }
         let mut best: Option<(usize, Found)> = None;
         for (file, config) in &files {
-            match find_in(config, &self.names) {
+            match find_in(config, self.keys()) {
                 Ok(Some((place, basic))) if best.as_ref().is_none_or(|(other, _)| place < *other) => {
                     best = Some((place, Found { basic, from: file.display().to_string() }));
                 }
@@ -341,6 +374,28 @@ mod tests {
         }
         fs::remove_file(&file).unwrap();
         assert!(credentials(&file, "a").is_err());
+    }
+
+    #[test]
+    fn keys_are_read_as_kubelet_reads_them() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("auth.json");
+        for (key, expected) in [
+            ("https://h.example/", true),
+            ("https://h.example/v1/", true),
+            ("h.example/", true),
+            ("h.example/v2/", true),
+            ("https://h.example/team", true),
+            ("https://h.example:443/v2/team/", true),
+            ("http://h.example/", false),
+            ("https://h.example/tea", false),
+            ("https://h.example/v2", false),
+            ("https://h.example.com/", false),
+        ] {
+            fs::write(&file, serde_json::json!({"auths": {key: {"auth": "YTpi"}}}).to_string()).unwrap();
+            let found = plain(credentials(&file, "team/app").unwrap().find());
+            assert_eq!(found.is_some(), expected, "{key}");
+        }
     }
 
     /// As Kubernetes mounts secrets: files are links through a link that is replaced.

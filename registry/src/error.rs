@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ferry_image::error_chain;
 
-use crate::manifest::Sha256;
+use crate::manifest::{MANIFEST_BYTES_MAX, Sha256};
 
 /// Why an image could not be pushed or pulled.
 #[derive(Debug, thiserror::Error)]
@@ -100,6 +100,18 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
+    /// An image has too many parts for one manifest.
+    #[error(
+        "{name}: the manifest of its {parts} parts can have {bytes} bytes, and registries accept {MANIFEST_BYTES_MAX}: split the tree into several images"
+    )]
+    TooManyParts {
+        /// The image.
+        name: String,
+        /// The number of blobs.
+        parts: usize,
+        /// The maximum length of its manifest in bytes.
+        bytes: u64,
+    },
     /// A blob has another digest than the manifest says, from all servers that have it.
     #[error("{name}: the blob sha256:{blob} came damaged")]
     Damaged {
@@ -163,8 +175,12 @@ impl Error {
     pub(crate) fn is_transient(&self) -> bool {
         use ureq::Error as U;
         match self {
-            Self::Short { .. } => true,
-            Self::Status { status, .. } => matches!(status, 408 | 425 | 429 | 500 | 502 | 503 | 504),
+            // A proxy sends whole blobs until it has them.
+            Self::Short { .. } | Self::NoRanges { .. } => true,
+            // 499 and 520 to 527 are from proxies, for failures of the server behind them.
+            Self::Status { status, .. } => {
+                matches!(status, 408 | 425 | 429 | 499 | 500 | 502..=504 | 520..=527)
+            }
             // An invalid certificate stays invalid.
             Self::Transport { why, .. } if matches!(tls_error(why), Some(rustls::Error::InvalidCertificate(_))) => {
                 false
@@ -221,5 +237,18 @@ mod tests {
         };
         assert!(is_transient(rustls::Error::AlertReceived(rustls::AlertDescription::InternalError)));
         assert!(!is_transient(rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer)));
+    }
+
+    #[test]
+    fn failures_of_proxies_are_retried_and_refusals_are_not() {
+        let is_transient = |status| {
+            Error::Status { url: String::new(), status, text: String::new(), retry_after: None }.is_transient()
+        };
+        for status in [429, 499, 503, 520, 527] {
+            assert!(is_transient(status), "{status}");
+        }
+        for status in [400, 404, 416, 501, 505, 528] {
+            assert!(!is_transient(status), "{status}");
+        }
     }
 }

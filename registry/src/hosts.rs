@@ -13,6 +13,9 @@
 //!   [host."https://mirror.example".header]
 //!     x-team = "a"
 //! ```
+//!
+//! A directory without that file is as docker has it: `*.crt` are authorities, and `*.cert` certificates of this machine with the keys
+//! `*.key`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -33,6 +36,8 @@ const FILE_BYTES_MAX: u64 = 256 << 10;
 const HOSTS_MAX: usize = 16;
 /// The maximum number of certificates of this machine for a server: each is read whenever a registry is opened.
 const CLIENTS_MAX: usize = 16;
+/// The maximum number of files in a directory with certificates, for the same reason.
+const FILES_MAX: usize = 256;
 
 /// A server that has the images of a registry.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -208,7 +213,33 @@ pub fn parse_hosts(text: &str, server: &str, directory: &Path) -> Result<Vec<Hos
     Ok(found)
 }
 
-/// Returns the servers of a registry by the files in these directories, as containerd finds them, or `None` if no file describes it.
+/// Returns the entry of a registry whose directory has only certificates.
+fn with_certificates(directory: &Path) -> Result<Entry, String> {
+    let wrong = |error: std::io::Error| error.to_string();
+    let mut names = Vec::new();
+    for entry in fs::read_dir(directory).map_err(wrong)? {
+        names.push(entry.map_err(wrong)?.file_name());
+        if names.len() > FILES_MAX {
+            return Err(format!("it has more than {FILES_MAX} files"));
+        }
+    }
+    // The order of a directory is random.
+    names.sort();
+    let (mut authorities, mut clients) = (Vec::new(), Vec::new());
+    for name in names.iter().filter_map(|name| name.to_str()) {
+        if name.ends_with(".crt") {
+            authorities.push(name.to_owned());
+        } else if let Some(stem) = name.strip_suffix(".cert") {
+            let key = format!("{stem}.key");
+            let has_key = directory.join(&key).exists();
+            let files = [Some(name.to_owned()), Some(key).filter(|_| has_key)];
+            clients.push(Texts::Many(files.into_iter().flatten().collect()));
+        }
+    }
+    Ok(Entry { ca: Some(Texts::Many(authorities)), client: Some(Client::Many(clients)), ..Entry::default() })
+}
+
+/// Returns the servers of a registry by the first of its directories that exists in these, as containerd finds them, or `None` without any.
 pub(crate) fn find(directories: &[PathBuf], registry: &str, server: &str) -> error::Result<Option<Vec<Host>>> {
     let by_port = registry.rsplit_once(':').map(|(host, port)| format!("{host}_{port}_"));
     let names = by_port.as_deref().into_iter().chain([registry, "_default"]);
@@ -218,7 +249,13 @@ pub(crate) fn find(directories: &[PathBuf], registry: &str, server: &str) -> err
         let invalid = |reason: String| Error::Setting { what: path.display().to_string(), reason };
         let mut text = String::new();
         match fs::File::open(&path).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text)) {
-            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => continue,
+            Err(error) if error.kind() == ErrorKind::NotADirectory => continue,
+            Err(error) if error.kind() == ErrorKind::NotFound && !directory.exists() => continue,
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                let host = with_certificates(&directory).and_then(|entry| Host::new(server, entry, &directory));
+                let what = directory.display().to_string();
+                return host.map(|host| Some(vec![host])).map_err(|reason| Error::Setting { what, reason });
+            }
             Err(error) => return Err(invalid(error.to_string())),
             Ok(bytes) if bytes as u64 > FILE_BYTES_MAX => {
                 return Err(invalid(format!("it has more than {FILE_BYTES_MAX} bytes")));
@@ -320,12 +357,28 @@ mod tests {
         let found =
             |registry: &str| find(&directories, registry, "https://x").unwrap().map(|all| all[0].url.to_string());
         assert_eq!(found("h.example"), None);
+        // As docker has it.
+        let of_docker = directory.path().join("d.example");
+        fs::create_dir(&of_docker).unwrap();
+        for name in ["z.crt", "a.crt", "a.cert", "a.key", "both.cert", "other"] {
+            fs::write(of_docker.join(name), "").unwrap();
+        }
+        let docker = || find(&directories, "d.example", "https://d.example").unwrap().unwrap();
+        let [host] = &docker()[..] else { panic!("one") };
+        let at = |name: &str| of_docker.join(name);
+        let expected = Host {
+            authorities: vec![at("a.crt"), at("z.crt")],
+            clients: vec![(at("a.cert"), at("a.key")), (at("both.cert"), at("both.cert"))],
+            ..Host::of("https://d.example/v2/".parse().unwrap())
+        };
+        assert_eq!(*host, expected);
         add("h.example");
         add("h.example_5000_");
         assert_eq!(found("h.example").unwrap(), "https://of-h.example/v2/");
         assert_eq!(found("h.example:5000").unwrap(), "https://of-h.example_5000_/v2/");
         assert_eq!(found(".."), None);
         add("_default");
+        assert_eq!(docker(), [expected]);
         assert_eq!(found("other.example").unwrap(), "https://of-_default/v2/");
         assert_eq!(found("..").unwrap(), "https://of-_default/v2/");
         fs::write(directory.path().join("_default/hosts.toml"), vec![b'#'; 300 << 10]).unwrap();

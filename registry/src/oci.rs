@@ -21,6 +21,7 @@ use crate::hosts::Host;
 use crate::http::{Client, Options, Request, Response, Upload, shown};
 use crate::manifest::{Blob, MANIFEST_BYTES_MAX, Sha256, accepted};
 use crate::reference::Version;
+use crate::referrers;
 use crate::resolver::is_loopback;
 
 /// With it, a registry says that it knows the subject of a manifest.
@@ -31,6 +32,8 @@ const TOKEN_LIFE_MIN: Duration = Duration::from_secs(60);
 const TOKEN_BYTES_MAX: u64 = 64 << 10;
 /// The maximum length of a field of a challenge, in bytes; longer ones are left out.
 const FIELD_BYTES_MAX: usize = 4096;
+/// The maximum number of pages of a list of referrers: each is a round trip, while a container waits.
+const REFERRER_PAGES_MAX: usize = 16;
 
 /// The registry of images whose reference names `docker.io`.
 const DOCKER_HUB: &str = "registry-1.docker.io";
@@ -54,6 +57,14 @@ struct Authorization {
     by: Option<Found>,
     /// When it was got, or found to be as good as a new one.
     since: Instant,
+}
+
+/// A response, and the credentials that the request had.
+struct Exchange<'a> {
+    response: Response<'a>,
+    by: Option<Found>,
+    /// Whether the registry refuses access.
+    is_refused: bool,
 }
 
 impl fmt::Debug for Oci {
@@ -108,13 +119,18 @@ impl Oci {
         self.authorization.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a request, and again with authorization if the server requires it.
-    fn send<'a>(
+    /// Sends a request, and again with authorization if the server requires it. Refused access is an error.
+    fn send<'a>(&self, client: &'a Client, request: Request, upload: Option<&mut Upload<'_>>) -> Result<Response<'a>> {
+        let Exchange { response, by, is_refused } = self.try_send(client, request, upload)?;
+        if is_refused { Err(self.explained(response, by.as_ref())) } else { Ok(response) }
+    }
+
+    fn try_send<'a>(
         &self,
         client: &'a Client,
         request: Request,
         mut upload: Option<&mut Upload<'_>>,
-    ) -> Result<Response<'a>> {
+    ) -> Result<Exchange<'a>> {
         // A registry may redirect uploads to another server, which gets no authorization.
         let is_registry = request.url.origin() == self.base.origin();
         let own_headers = if is_registry { self.headers.clone() } else { Vec::new() };
@@ -146,7 +162,7 @@ impl Oci {
                 Some(challenge) => self.answer_challenge(client, &challenge, (by.as_ref(), writes))?,
                 None => None,
             };
-            let Some(value) = value else { return Err(self.explained(response, by.as_ref())) };
+            let Some(value) = value else { return Ok(Exchange { response, by, is_refused: true }) };
             response.discard();
             let fresh = Authorization { value, by, since: Instant::now() };
             *self.authorization() = Some(fresh.clone());
@@ -154,12 +170,8 @@ impl Oci {
             response = client.send(with(Some(&fresh).filter(|_| is_registry)), upload)?;
             known = Some(fresh);
         }
-        match known {
-            Some(known) if matches!(response.status(), 401 | 403) && is_own(&response) => {
-                Err(self.explained(response, known.by.as_ref()))
-            }
-            _ => Ok(response),
-        }
+        let is_refused = known.is_some() && matches!(response.status(), 401 | 403) && is_own(&response);
+        Ok(Exchange { response, by: known.and_then(|known| known.by), is_refused })
     }
 
     /// Whether a refusal may mean that the authorization is too old. A registry should answer that with a challenge, and some do not.
@@ -255,16 +267,33 @@ impl Oci {
     pub(crate) fn referrers(&self, client: &Client, manifest: Sha256, kind: &str) -> Result<Option<Vec<u8>>> {
         let mut url = self.url(&format!("referrers/sha256:{manifest}"));
         url.query_pairs_mut().append_pair("artifactType", kind);
-        let response = self.send(client, Request::new(Method::GET, url), None)?;
-        match response.status() {
-            200 => response.read_all(MANIFEST_BYTES_MAX).map(Some),
-            // Of registries from before version 1.1 of the specification.
-            400 | 404 | 405 => {
-                response.discard();
-                Ok(None)
+        let (mut pages, mut bytes_left, mut next) = (Vec::new(), MANIFEST_BYTES_MAX, Some(url));
+        while let Some(url) = next.take() {
+            if pages.len() == REFERRER_PAGES_MAX {
+                tracing::warn!("{}: only {REFERRER_PAGES_MAX} pages of referrers are read", shown(&url));
+                break;
             }
-            _ => Err(response.into_error()),
+            let Exchange { response, by, is_refused } = self.try_send(client, Request::new(Method::GET, url), None)?;
+            let is_own = response.url.origin() == self.base.origin();
+            match response.status() {
+                200 => {
+                    let link = response.headers(header::LINK).find_map(next_page);
+                    let link = link.and_then(|link| response.url.join(link).ok());
+                    next = link.filter(|link| link.origin() == self.base.origin());
+                    let page = response.read_all(bytes_left)?;
+                    bytes_left -= page.len() as u64;
+                    pages.push(page);
+                }
+                // Of registries from before version 1.1 of the specification: GHCR redirects, Artifactory refuses the media type, and Harbor
+                // refuses without a challenge.
+                400 | 404 | 405 | 406 if pages.is_empty() => response.discard(),
+                401 if pages.is_empty() && Challenge::of(&response).is_none() => response.discard(),
+                _ if pages.is_empty() && !is_own => response.discard(),
+                _ if is_refused => return Err(self.explained(response, by.as_ref())),
+                _ => return Err(response.into_error()),
+            }
         }
+        referrers::join(pages).map_err(|reason| Error::Response { url: shown(&self.base), reason })
     }
 
     pub(crate) fn has(&self, client: &Client, blob: Blob) -> Result<bool> {
@@ -304,6 +333,17 @@ fn rewind(upload: &mut Option<&mut Upload<'_>>) -> Result<()> {
     upload.as_mut().map_or(Ok(()), |upload| upload.rewind())
 }
 
+/// Returns the URL of the next page in a `Link` header (RFC 8288, section 3).
+fn next_page(header: &str) -> Option<&str> {
+    let is_next = |parameter: &str| {
+        let (key, value) = parameter.split_once('=').unwrap_or_default();
+        let mut relations = value.trim().trim_matches('"').split(' ');
+        key.trim().eq_ignore_ascii_case("rel") && relations.any(|relation| relation.eq_ignore_ascii_case("next"))
+    };
+    let mut links = header.split('<').skip(1).filter_map(|link| link.split_once('>'));
+    links.find(|(_, parameters)| parameters.split([';', ',']).any(is_next)).map(|(link, _)| link)
+}
+
 /// What a server wants to see: credentials, or a token of the server that the fields name.
 #[derive(Debug, PartialEq, Eq)]
 enum Challenge {
@@ -317,19 +357,26 @@ impl Challenge {
         Self::pick(response.headers(header::WWW_AUTHENTICATE))
     }
 
-    /// Picks one of several: a token rather than credentials. What comes after a syntax error does not count.
+    /// Picks one of several: a token rather than credentials. What comes after a syntax error does not count, except for `Basic`, whose
+    /// realm some servers do not quote.
     fn pick<'a>(values: impl Iterator<Item = &'a str>) -> Option<Self> {
+        let is_basic = |word: &str| word.eq_ignore_ascii_case("basic");
         let mut basic = None;
-        for found in values.flat_map(ChallengeParser::new).flatten() {
-            if found.scheme.eq_ignore_ascii_case("bearer") {
-                let field = |(key, value): &(&str, ParamValue<'_>)| {
-                    let value = value.to_unescaped();
-                    let is_good = value.len() <= FIELD_BYTES_MAX && !value.chars().any(char::is_control);
-                    is_good.then(|| (key.to_ascii_lowercase(), value))
-                };
-                return Some(Self::Bearer(found.params.iter().filter_map(field).collect()));
+        for value in values {
+            for found in ChallengeParser::new(value).flatten() {
+                if found.scheme.eq_ignore_ascii_case("bearer") {
+                    let field = |(key, value): &(&str, ParamValue<'_>)| {
+                        let value = value.to_unescaped();
+                        let is_good = value.len() <= FIELD_BYTES_MAX && !value.chars().any(char::is_control);
+                        is_good.then(|| (key.to_ascii_lowercase(), value))
+                    };
+                    return Some(Self::Bearer(found.params.iter().filter_map(field).collect()));
+                }
+                if is_basic(found.scheme) {
+                    basic = Some(Self::Basic);
+                }
             }
-            if found.scheme.eq_ignore_ascii_case("basic") {
+            if value.split(' ').next().is_some_and(is_basic) {
                 basic = Some(Self::Basic);
             }
         }
@@ -363,7 +410,9 @@ mod tests {
         let Some(Challenge::Bearer(fields)) = pick(&[&long]) else { panic!("{long}") };
         assert_eq!(fields["scope"], format!("repository:{name}:pull"));
         assert_eq!(fields.len(), 2, "without the one that is too long");
-        for values in [&[r#"Basic realm="a""#][..], &["Negotiate, basic"], &["Negotiate", "Basic realm = x"]] {
+        for values in
+            [&[r#"Basic realm="a""#][..], &["Negotiate, basic"], &["Negotiate", "Basic realm = x"], &["basic realm=/"]]
+        {
             assert_eq!(pick(values), Some(Challenge::Basic), "{values:?}");
         }
         let odd = ["", "=", "\"", "a=\"", "Bearer realm=\"", ",,,=,", ",,\",", "Bearer a=b=c", "Bearer \u{e9}=1"];
@@ -373,6 +422,19 @@ mod tests {
             &["realm=\"Basic x\""],
         ]) {
             assert_eq!(pick(values), None, "{values:?}");
+        }
+    }
+
+    #[test]
+    fn the_next_page_is_found_in_links() {
+        for (header, expected) in [
+            (r#"</v2/a/referrers/x?n=1,2>; rel="next""#, Some("/v2/a/referrers/x?n=1,2")),
+            (r#"</a>; rel=prev, </b>;title="x"; REL = "last NEXT""#, Some("/b")),
+            (r#"</a>; rel="nexts""#, None),
+            ("</a; rel=next", None),
+            ("", None),
+        ] {
+            assert_eq!(next_page(header), expected, "{header}");
         }
     }
 

@@ -16,7 +16,7 @@ use crate::container::Container;
 use crate::error::{Error, Result};
 use crate::frames::Frames;
 use crate::http::{ReadSeek, Upload};
-use crate::manifest::{Blob, EMPTY, Manifest, PART_BYTES, PackBlobs, Part, Sha256, Subject};
+use crate::manifest::{Blob, EMPTY, MANIFEST_BYTES_MAX, Manifest, PART_BYTES, PackBlobs, Part, Sha256, Subject};
 use crate::parts;
 use crate::referrers;
 use crate::remote::Remote;
@@ -40,6 +40,36 @@ enum NewBlob {
     Memory(Vec<u8>),
     /// A range of a source: its index, offset and length.
     Part(usize, u64, u64),
+}
+
+impl NewBlob {
+    /// Its length in bytes, before compression.
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Memory(bytes) => bytes.len() as u64,
+            Self::Part(_, _, bytes) => *bytes,
+        }
+    }
+
+    /// Returns what a manifest says of it before its digest is known.
+    fn unnamed(&self) -> Part {
+        Part { blob: Blob { sha256: Sha256([0; 32]), bytes: self.bytes() }, frames: None }
+    }
+}
+
+/// The maximum length in bytes of what a manifest says of the compression of a part: four digits per frame of 256 KiB, and the keys.
+fn frames_text_bytes(part: &Part) -> u64 {
+    128 + 4 * part.blob.bytes.div_ceil(256 << 10)
+}
+
+/// Refuses an image whose manifest registries may not accept, before anything is uploaded. All its parts may turn out compressed.
+fn check_length(manifest: &Manifest, names: &[Digest], remote: &Remote) -> Result<()> {
+    let parts = || manifest.packs.values().flat_map(|pack| &pack.parts);
+    let bytes = manifest.write(names).len() as u64 + parts().map(frames_text_bytes).sum::<u64>();
+    if bytes <= MANIFEST_BYTES_MAX {
+        return Ok(());
+    }
+    Err(Error::TooManyParts { name: remote.reference().to_string(), parts: parts().count(), bytes })
 }
 
 /// Reads bytes from an offset; none at the end.
@@ -143,13 +173,6 @@ pub(crate) fn push_as(
         sources.push(PartSource::concatenate(list, &objects, directory));
         names.push(opened.digest());
     }
-    let (blobs, sent_bytes) = upload(remote, &blobs, &sources, jobs, progress)?;
-    let mut rest = blobs[2..].iter().cloned();
-    let mut packs: HashMap<Digest, PackBlobs> = HashMap::new();
-    for (name, (has_index, parts)) in names.iter().zip(counts) {
-        let index = if has_index { rest.next().map(|index| index.blob) } else { None };
-        packs.insert(*name, PackBlobs { index, parts: rest.by_ref().take(parts).collect() });
-    }
     let tree = opened.shown_digest();
     let subject = match kind {
         PushAs::Named => None,
@@ -158,7 +181,19 @@ pub(crate) fn push_as(
             Some(Subject { media_type: media_type.clone(), manifest, tree })
         }
     };
-    let manifest = Manifest { digest: opened.digest(), image: blobs[1].blob, packs, subject };
+    let manifest_of = |blobs: Vec<Part>| {
+        let image = blobs[1].blob;
+        let mut rest = blobs.into_iter().skip(2);
+        let mut packs: HashMap<Digest, PackBlobs> = HashMap::new();
+        for (name, (has_index, parts)) in names.iter().zip(&counts) {
+            let index = if *has_index { rest.next().map(|index| index.blob) } else { None };
+            packs.insert(*name, PackBlobs { index, parts: rest.by_ref().take(*parts).collect() });
+        }
+        Manifest { digest: opened.digest(), image, packs, subject: subject.clone() }
+    };
+    check_length(&manifest_of(blobs.iter().map(NewBlob::unnamed).collect()), &names, remote)?;
+    let (blobs, sent_bytes) = upload(remote, &blobs, &sources, jobs, progress)?;
+    let manifest = manifest_of(blobs);
     let bytes = manifest.write(&names);
     match kind {
         PushAs::Named => remote.put_manifest(&bytes)?,
@@ -182,11 +217,7 @@ fn upload(
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<(Vec<Part>, u64)> {
-    let length = |new: &NewBlob| match new {
-        NewBlob::Memory(bytes) => bytes.len() as u64,
-        NewBlob::Part(_, _, bytes) => *bytes,
-    };
-    let all = new_blobs.iter().map(length).sum();
+    let all = new_blobs.iter().map(NewBlob::bytes).sum();
     let blobs: Mutex<Vec<Option<Part>>> = Mutex::new(vec![None; new_blobs.len()]);
     let (next, done, sent) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
     let (stop, failed) = (AtomicBool::new(false), Mutex::new(None));
@@ -224,7 +255,7 @@ fn upload(
             match upload_one(new) {
                 Ok(part) => {
                     blobs.lock().unwrap_or_else(PoisonError::into_inner)[at] = Some(part);
-                    progress(done.fetch_add(length(new), Ordering::Relaxed) + length(new), all);
+                    progress(done.fetch_add(new.bytes(), Ordering::Relaxed) + new.bytes(), all);
                 }
                 Err(error) => {
                     stop.store(true, Ordering::Relaxed);
@@ -281,5 +312,35 @@ impl Seek for PartReader<'_> {
             _ => return Err(io::ErrorKind::InvalidInput.into()),
         }
         Ok(self.at)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+mod tests {
+    use ferry_image::Algorithm;
+
+    use super::*;
+    use crate::http::{Client, Options};
+
+    #[test]
+    fn images_whose_manifest_no_registry_accepts_are_refused() {
+        let remote = Remote::open(&"oci:localhost:1/a/b:1".parse().unwrap(), Client::new(Options::default())).unwrap();
+        let digest = |byte| Digest::new(Algorithm::Blake3, [byte; 32]);
+        let manifest = |part: &Part, count| {
+            let pack = PackBlobs { index: Some(part.blob), parts: vec![part.clone(); count] };
+            Manifest { digest: digest(1), image: part.blob, packs: [(digest(2), pack)].into(), subject: None }
+        };
+        let unnamed = NewBlob::Part(0, 0, PART_BYTES).unnamed();
+        let check = |count| check_length(&manifest(&unnamed, count), &[digest(2)], &remote);
+        check(2800).unwrap();
+        let error = check(3000).unwrap_err().to_string();
+        assert!(error.contains("its 3000 parts") && error.contains("split the tree"), "{error}");
+        // As compressed parts turn out.
+        let frames = Frames::pack(&mut io::repeat(0).take(PART_BYTES), &mut io::sink()).unwrap();
+        let text = |part: &Part| manifest(part, 1).write(&[digest(2)]).len() as u64;
+        let packed = text(&Part { frames: Some(frames), ..unnamed.clone() });
+        let expected = text(&unnamed) + frames_text_bytes(&unnamed);
+        assert!((expected - 100..=expected).contains(&packed), "{packed}, not {expected}");
     }
 }

@@ -58,13 +58,34 @@ fn first_blobs(text: &str) -> Vec<Blob> {
     text.split(',').filter_map(blob).filter(|blob| blob.bytes <= FIRST_BYTES_MAX).take(FIRST_MAX).collect()
 }
 
+fn document(list: &[u8]) -> Result<Value, String> {
+    serde_json::from_slice(list).map_err(|error| excerpt(&error.to_string()))
+}
+
+fn entries(list: &mut Value) -> Result<&mut Vec<Value>, String> {
+    list.get_mut("manifests").and_then(Value::as_array_mut).ok_or_else(|| "it has no manifests".into())
+}
+
+/// Joins the pages of a list; `None` without any.
+pub(crate) fn join(pages: Vec<Vec<u8>>) -> Result<Option<Vec<u8>>, String> {
+    let mut pages = pages.into_iter();
+    let Some(first) = pages.next() else { return Ok(None) };
+    if pages.len() == 0 {
+        return Ok(Some(first));
+    }
+    let mut list = document(&first)?;
+    let all = entries(&mut list)?;
+    for page in pages {
+        all.append(entries(&mut document(&page)?)?);
+    }
+    Ok(Some(list.to_string().into_bytes()))
+}
+
 /// Adds an entry to a list; `None` if it is there already.
 pub(crate) fn add(list: Option<&[u8]>, entry: &Value) -> Result<Option<Vec<u8>>, String> {
-    let mut list = match list {
-        Some(list) => serde_json::from_slice(list).map_err(|error| excerpt(&error.to_string()))?,
-        None => json!({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []}),
-    };
-    let manifests = list.get_mut("manifests").and_then(Value::as_array_mut).ok_or("it has no manifests")?;
+    let empty = || Ok(json!({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []}));
+    let mut list = list.map_or_else(empty, document)?;
+    let manifests = entries(&mut list)?;
     if manifests.iter().any(|known| known.get("digest") == entry.get("digest")) {
         return Ok(None);
     }

@@ -325,9 +325,9 @@ impl Remote {
             let by_clients = scope.spawn(|| self.referrers_list(subject, by_mirrors));
             (by_registry(), by_clients.join().unwrap_or(Ok(None)))
         });
-        match listed? {
-            Some(list) => Ok(Some(list)),
-            None => by_clients,
+        match (listed, by_clients) {
+            (Ok(None), by_clients) | (Err(_), by_clients @ Ok(Some(_))) => by_clients,
+            (listed, _) => listed,
         }
     }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::{Fake, Reply, Request, Way, sha256};
 use ferry_image::{Digest, FetchOptions, Image, Source, Store};
-use ferry_registry::{Error, PullOptions, PullOutcome, Remote, pull, pull_metadata};
+use ferry_registry::{Client, Error, Options, PullOptions, PullOutcome, Remote, pull, pull_metadata};
 use ferry_vfs::{Errno, Name};
 use serde_json::{Value, json};
 use toc_layers::{FORMATS, Format, Layer, Writer};
@@ -424,6 +424,40 @@ fn a_large_configuration_is_refused() {
     place.fake.edit(|manifest| manifest["config"]["size"] = json!(9 << 20));
     let error = place.pull("whole", &PullOptions::default()).unwrap_err().to_string();
     assert!(error.contains("its configuration has 9437184 bytes"), "{error}");
+}
+
+/// A proxy sends whole blobs until it has them; a mirror that does is not asked again for a minute.
+#[test]
+fn whole_blobs_in_place_of_ranges_are_retried() {
+    let place = Place::new(layers(Format::Estargz));
+    let blobs: Vec<_> = place.layers.iter().map(|layer| (sha256(&layer.blob), layer.blob.clone())).collect();
+    let whole = move |request: &Request, reply| {
+        let blob = blobs.iter().find(|(name, _)| request.path.ends_with(name));
+        blob.map_or(reply, |(_, blob)| Reply::of(200, blob.clone()))
+    };
+    let (times, is, is_whole) = (AtomicUsize::new(0), is_layer(&place), whole.clone());
+    place.fake.fault(move |request, reply| match is(request) && times.fetch_add(1, Ordering::SeqCst) < 2 {
+        true => is_whole(request, reply),
+        false => reply,
+    });
+    let source = place.open(&place.fake.remote(), "lazy", None).unwrap();
+    assert!(!source.shared_objects().looks_complete(), "it is read by chunks");
+    is_right(&source);
+    let mirror = Fake::start();
+    mirror.fault(whole);
+    let hosts = place.at("certs.d");
+    fs::create_dir_all(hosts.join("registry.invalid")).unwrap();
+    let text = format!(
+        "server = \"http://{}\"\n[host.\"http://{}\"]\ncapabilities = [\"pull\"]\n",
+        place.fake.address, mirror.address
+    );
+    fs::write(hosts.join("registry.invalid/hosts.toml"), text).unwrap();
+    let options = Options { hosts: vec![hosts], ..Options::default() };
+    let remote = Remote::open(&"oci:registry.invalid/a/b:1".parse().unwrap(), Client::new(options)).unwrap();
+    let source = place.open(&Arc::new(remote), "by-mirror", None).unwrap();
+    assert!(!source.shared_objects().looks_complete() && mirror.requests().iter().any(Request::is_blob));
+    is_right(&source);
+    assert!(mirror.requests().is_empty(), "it is left out");
 }
 
 /// A proxy that sends the range, but not its status.

@@ -136,6 +136,71 @@ fn lists_of_referrers_are_the_registrys_own() {
     assert!(!asked.iter().any(|request| request.path.contains("/referrers/") || request.path.ends_with(&tag)));
 }
 
+/// artifacthub/hub issue 4785, and others: registries that have no lists of referrers refuse in many ways.
+#[test]
+fn registries_that_refuse_lists_of_referrers_have_the_list_of_a_tag() {
+    let busy = Fake::start();
+    busy.fault(|_, _| Reply::of(429, "later"));
+    let elsewhere = format!("http://{}/x", busy.address);
+    let refuse = |place: &Place, reply: &Reply| {
+        let refused = reply.clone();
+        place.fake.fault(move |request, reply| match request.path.contains("/referrers/") {
+            true => refused.clone(),
+            false => reply,
+        });
+    };
+    let convert = |place: &Place, name: &str| {
+        drop(Store::create(&place.at(name)).unwrap());
+        convert(&place.fake.remote(), &place.at(&format!("{name}.img")), &place.at(name), 2, &|_, _| {})
+    };
+    for reply in [Reply::of(303, "").with("location", elsewhere), Reply::of(406, ""), Reply::of(401, "")] {
+        let place = Place::new(layers(Format::Estargz));
+        refuse(&place, &reply);
+        let first = convert(&place, "first").unwrap();
+        let source = place.open(&place.fake.remote(), "by-digest", Some(first.digest)).unwrap();
+        assert_eq!(source.image().tree(), Some(first.digest));
+    }
+    // Another refusal is an error, unless there is such a list.
+    let place = Place::new(layers(Format::Estargz));
+    refuse(&place, &Reply::of(418, ""));
+    assert!(convert(&place, "refused").unwrap_err().to_string().contains("418"));
+    place.fake.heal();
+    let first = convert(&place, "first").unwrap();
+    refuse(&place, &Reply::of(418, ""));
+    let source = place.open(&place.fake.remote(), "by-digest", Some(first.digest)).unwrap();
+    assert_eq!(source.image().tree(), Some(first.digest));
+}
+
+#[test]
+fn all_pages_of_a_list_of_referrers_are_read() {
+    let place = Place::new(layers(Format::Estargz));
+    place.fake.list_referrers();
+    drop(Store::create(&place.at("first")).unwrap());
+    let convert = || convert(&place.fake.remote(), &place.at("first.img"), &place.at("first"), 2, &|_, _| {}).unwrap();
+    let first = convert();
+    let page = |link: String| {
+        let empty = json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": []});
+        Reply::of(200, empty.to_string()).with("link", link)
+    };
+    place.fake.fault(move |request, reply| match request.path.contains("/referrers/") {
+        true if !request.query.contains("page=2") => page(format!("<{}?page=2>; rel=\"next\"", request.path)),
+        _ => reply,
+    });
+    let source = place.open(&place.fake.remote(), "by-digest", Some(first.digest)).unwrap();
+    assert_eq!(source.image().tree(), Some(first.digest));
+    // Not endlessly, and not elsewhere.
+    for (link, count) in [("?", 16), ("http://127.0.0.1:1/", 1)] {
+        place.fake.fault(move |request, reply| match request.path.contains("/referrers/") {
+            true => page(format!("<{link}>; rel=next")),
+            false => reply,
+        });
+        place.fake.requests();
+        assert!(convert().sent_bytes.is_some(), "none is found");
+        let asked = place.fake.requests();
+        assert_eq!(asked.iter().filter(|request| request.path.contains("/referrers/")).count(), count, "{link}");
+    }
+}
+
 /// A registry that takes the tag of the list for the digest of the original, which has no referrers then.
 #[test]
 fn the_original_is_not_taken_for_its_list_of_referrers() {

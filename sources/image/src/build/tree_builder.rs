@@ -358,6 +358,11 @@ impl TreeBuilder {
         Ok(())
     }
 
+    /// Removes a name in the root with everything below it. A missing name is ignored.
+    pub(crate) fn remove_from_root(&mut self, name: &[u8]) {
+        self.remove(0, name, RemoveScope::All);
+    }
+
     /// Removes everything in a directory that lower layers contain.
     pub(crate) fn make_opaque(&mut self, names: &[Name<'_>]) -> Result<(), Refusal> {
         let Some(directory) = self.directory(names)? else { return Ok(()) };

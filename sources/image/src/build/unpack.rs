@@ -15,7 +15,7 @@ use crate::build::options::{BuildReport, Options};
 use crate::build::pack_writer::PackWriter;
 use crate::build::run::store_tree;
 use crate::format::digest::DIGEST_BYTES;
-use crate::format::error::{IoContext, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::store::packs::Store;
 
 /// The size of the buffers that threads exchange, in bytes.
@@ -40,7 +40,7 @@ pub struct UnpackReport {
 ///
 /// # Errors
 ///
-/// As [`crate::build()`]; [`crate::Error::Input`]: the archive is invalid, or tar readers disagree on it.
+/// As [`crate::build()`]; [`crate::Error::Input`]: the archive is invalid, tar readers disagree on it, or it cannot be unpacked.
 pub fn unpack_layer(
     blob: impl Read + Send,
     source: &Path,
@@ -73,7 +73,13 @@ pub fn unpack_layer(
         let unpacker = unpacker.spawn_scoped(scope, move || unpack(blob, &archive, &hashed, &reusable));
         let unpacker = unpacker.doing("begin", "a thread that unpacks")?;
         let pieces = Pieces { pieces, free, piece: Arc::default(), at: 0 };
-        let tree = tar::read_layer(pieces, source, rules, &mut writer);
+        let tree = tar::read_layer(pieces, source, rules, &mut writer).map_err(|error| match error {
+            // Another program may be able to unpack it.
+            Error::Io { path, source, .. } if source.kind() == io::ErrorKind::InvalidData => {
+                Error::Input { path, at: "unpacking".into(), reason: source.to_string() }
+            }
+            error => error,
+        });
         unpacker.join().expect("an unpacker does not panic");
         let (sha256, bytes) = hasher.join().expect("a hasher does not panic");
         Ok(UnpackReport { image: store_tree(writer, tree?, image, &options)?, sha256, bytes })

@@ -168,6 +168,9 @@ fn hard_links_span_layers() {
     let first = [("one", FILE, "", &data[..]), ("two", LINK, "one", b""), ("three", LINK, "./one", b"")];
     bundle.layer(&archive(&first), Packing::Gzip);
     bundle.layer(&archive(&[("four", LINK, "/two", b""), (".wh.one", FILE, "", b"")]), Packing::Gzip);
+    // AUFS's own names last as long as their layer.
+    let of_aufs = [(".wh..wh.plnk/1.2", FILE, "", &data[..]), ("five", LINK, ".wh..wh.plnk/1.2", b"")];
+    bundle.layer(&archive(&of_aufs), Packing::Gzip);
     bundle.finish("latest");
     for layout in [Layout::Flat, COMPOSEFS] {
         built(&bench, &bundle.source("latest"), layout);
@@ -179,10 +182,26 @@ fn hard_links_span_layers() {
         let nid = find(b"two").expect("it is there");
         assert_eq!((find(b"one"), find(b"three"), find(b"four")), (None, Some(nid), Some(nid)));
         assert_eq!(image.inode(nid).expect("it is there").nlink, 3);
+        let five = find(b"five").expect("it is there");
+        assert_eq!((find(b".wh..wh.plnk"), image.inode(five).expect("it is there").nlink), (None, 1));
         let mut read = vec![0; 10_000];
         assert_eq!(source.read_at(nid, 0, &mut read), Ok(9000));
         assert!(read[..9000] == data);
     }
+}
+
+/// What `ferry-registry` pulls is built.
+#[test]
+fn a_configuration_of_more_than_4_mib_is_read() {
+    let bench = Bench::new();
+    let mut bundle = Bundle::new(&bench, "bundle");
+    bundle.layer(&archive(&[("a", FILE, "", b"some")]), Packing::Plain);
+    let config = json!({"rootfs": {"type": "layers", "diff_ids": bundle.plain}, "more": "x".repeat(5 << 20)});
+    let config = bundle.blob(config.to_string().as_bytes(), "application/vnd.oci.image.config.v1+json");
+    let manifest = json!({"schemaVersion": 2, "config": config, "layers": bundle.layers});
+    let manifest = bundle.blob(manifest.to_string().as_bytes(), "application/vnd.oci.image.manifest.v1+json");
+    bundle.index(&[manifest]);
+    built(&bench, &format!("oci:{}", bundle.directory.display()), Layout::Flat);
 }
 
 /// What is in an image, a line for each name.

@@ -1,7 +1,7 @@
 //! A layer that is unpacked while it is read gives the image that its archive gives.
 
 use std::fs;
-use std::io::{self, Read};
+use std::io::{self, Read, Write as _};
 use std::path::Path;
 
 use ferry_image::{
@@ -167,6 +167,89 @@ proptest! {
     }
 }
 
+/// Returns the names in the image, and what they are.
+fn names(bench: &Bench) -> String {
+    let image = Image::open(&bench.path("image"), None).unwrap();
+    let mut found = Vec::new();
+    ferry_image::walk(&image, image.root(), b"", |step, inode| {
+        let kind = match inode.kind() {
+            ferry_vfs::FileType::Directory if image.xattrs(inode).unwrap().is_empty() => "/",
+            ferry_vfs::FileType::Directory => "/ opaque",
+            ferry_vfs::FileType::CharacterDevice => " gone",
+            ferry_vfs::FileType::Symlink => " link",
+            _ => "",
+        };
+        found.push(format!("{}{kind}", String::from_utf8(step.path()).unwrap()));
+        Ok::<_, ferry_image::Flaw>(())
+    })
+    .unwrap();
+    found.sort();
+    found[1..].join(", ")
+}
+
+/// Returns a member whose header is changed.
+fn changed((name, kind, target, data): Item<'_>, change: impl Fn(&mut [u8])) -> Vec<u8> {
+    let mut bytes = bundle::member(name, kind, target, data);
+    change(&mut bytes[..512]);
+    bytes[148..156].fill(b' ');
+    let sum: u32 = bytes[..512].iter().map(|byte| u32::from(*byte)).sum();
+    bytes[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+    bytes
+}
+
+/// golang/go issue 21005 (moby 34092): a prefix in a GNU header; and sizes of members that have no data.
+#[test]
+fn layers_are_read_as_go_reads_them_and_archives_refuse_what_is_ambiguous() {
+    let sized = |header: &mut [u8]| header[124..136].copy_from_slice(b"00000000004\0");
+    let of_old_go = |header: &mut [u8]| {
+        header[108..116].copy_from_slice(&[0x80, 0, 0, 0, 0, 0x3d, 9, 0]);
+        header[257..265].copy_from_slice(b"ustar  \0");
+        header[345..351].copy_from_slice(b"prefix");
+    };
+    let with_time = |header: &mut [u8]| {
+        header[257..265].copy_from_slice(b"ustar  \0");
+        header[345..357].copy_from_slice(b"14371234567\0");
+    };
+    for (member, expected, refusal) in [
+        (
+            changed(("a", FILE, "", b"some"), of_old_go),
+            "/last, /prefix/, /prefix/a",
+            Some("a GNU header with a prefix"),
+        ),
+        (changed(("a", FILE, "", b"some"), with_time), "/a, /last", None),
+        (changed(("d/", DIR, "", b""), sized), "/d/, /last", Some("it has data but is not a file")),
+        (changed(("s", bundle::SYMLINK, "a", b""), sized), "/last, /s link", Some("it has data but is not a file")),
+    ] {
+        let bench = Bench::new();
+        let plain = [member, archive(&[("last", FILE, "", b"last")])].concat();
+        unpack(&bench, &*plain, &ALONE).unwrap();
+        assert_eq!(names(&bench), expected);
+        match (refusal, build_archive(&Bench::new(), &plain)) {
+            (Some(refusal), Err(error)) => assert!(error.to_string().contains(refusal), "{error}"),
+            (None, Ok(_)) => {}
+            (_, outcome) => panic!("{expected}: {outcome:?}"),
+        }
+    }
+    // Other readers take it for a file.
+    let bench = Bench::new();
+    let slash = [bundle::member("d/", FILE, "", b"some"), archive(&[])].concat();
+    assert!(matches!(unpack(&bench, &*slash, &ALONE), Err(Error::Input { .. })));
+}
+
+#[test]
+fn large_windows_are_unpacked_and_larger_ones_left_to_other_programs() {
+    for (window, works) in [(28, true), (30, false)] {
+        let bench = Bench::new();
+        let mut encoder = zstd::Encoder::new(Vec::new(), 1).unwrap();
+        encoder.window_log(window).unwrap();
+        encoder.write_all(&archive(&[("a", FILE, "", b"some")])).unwrap();
+        match unpack(&bench, &*encoder.finish().unwrap(), &ALONE) {
+            Ok(_) => assert!(works, "{window}"),
+            Err(error) => assert!(!works && matches!(error, Error::Input { .. }), "{window}: {error:?}"),
+        }
+    }
+}
+
 /// Layers of other projects' bug reports.
 #[test]
 fn layers_that_others_have_failed_on_are_unpacked() {
@@ -175,22 +258,7 @@ fn layers_that_others_have_failed_on_are_unpacked() {
         let mut plain = archive(items);
         plain.truncate(plain.len() - left_out);
         unpack(&bench, &*plain, &ALONE).unwrap();
-        let image = Image::open(&bench.path("image"), None).unwrap();
-        let mut found = Vec::new();
-        ferry_image::walk(&image, image.root(), b"", |step, inode| {
-            let kind = match inode.kind() {
-                ferry_vfs::FileType::Directory if image.xattrs(inode).unwrap().is_empty() => "/",
-                ferry_vfs::FileType::Directory => "/ opaque",
-                ferry_vfs::FileType::CharacterDevice => " gone",
-                ferry_vfs::FileType::Symlink => " link",
-                _ => "",
-            };
-            found.push(format!("{}{kind}", String::from_utf8(step.path()).unwrap()));
-            Ok::<_, ferry_image::Flaw>(())
-        })
-        .unwrap();
-        found.sort();
-        found[1..].join(", ")
+        names(&bench)
     };
     let (file, some) = (FILE, &b"some"[..]);
     let link = bundle::SYMLINK;
@@ -236,6 +304,12 @@ fn layers_that_others_have_failed_on_are_unpacked() {
             &[("sbin/", DIR, "", b""), ("sbin", link, "usr/bin", b""), ("sbin/", DIR, "", b"")],
             0,
             "/sbin/",
+        ),
+        (
+            "AUFS: hard links to a file that is no longer there",
+            &[(".wh..wh.plnk/1.2", file, "", some), ("a", LINK, ".wh..wh.plnk/1.2", b""), ("b", LINK, "a", b"")],
+            0,
+            "/a, /b",
         ),
         ("container-libs 391: an archive without its end", &[("a", file, "", some)], 1024, "/a"),
         ("container-libs 391: and without the padding of its last file", &[("a", file, "", some)], 1024 + 508, "/a"),

@@ -10,8 +10,8 @@ use serde::de::DeserializeOwned;
 use super::blob::{Blob, BlobDigest, open_untrusted};
 use crate::format::error::{Error, IoContext, Result};
 
-/// The maximum size of a manifest, index or configuration in bytes: what every registry must accept.
-const JSON_BYTES_MAX: u64 = 4 << 20;
+/// The maximum size of a manifest, index or configuration in bytes: `ferry-registry` pulls configurations up to it.
+const JSON_BYTES_MAX: u64 = 8 << 20;
 /// The maximum number of layers; overlayfs allows 500.
 const LAYERS_MAX: usize = 500;
 /// The maximum nesting of indexes.
@@ -106,7 +106,7 @@ fn read_file<T: DeserializeOwned>(path: &Path, at: &str) -> Result<T> {
     let mut bytes = Vec::new();
     file.take(JSON_BYTES_MAX + 1).read_to_end(&mut bytes).doing("read", path)?;
     if bytes.len() as u64 > JSON_BYTES_MAX {
-        return Err(flaw(path, at, "it has more than 4 MiB"));
+        return Err(flaw(path, at, "it has more than 8 MiB"));
     }
     parse(&bytes, path, at)
 }
@@ -116,7 +116,7 @@ fn read_blob<T: DeserializeOwned>(directory: &Path, of: &Descriptor, what: &'sta
     let mut blob = Blob::open(directory, of.digest, of.size, what)?;
     let path = blob.path.clone();
     if of.size > JSON_BYTES_MAX {
-        return Err(flaw(&path, what, "it has more than 4 MiB"));
+        return Err(flaw(&path, what, "it has more than 8 MiB"));
     }
     let mut bytes = Vec::new();
     blob.read_to_end(&mut bytes).doing("read", &path)?;

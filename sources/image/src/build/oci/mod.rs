@@ -27,6 +27,9 @@ use manifest::Layer;
 
 /// The prefix of a source that is an image directory.
 const PREFIX: &[u8] = b"oci:";
+/// The maximum window of zstd, as a power of two: that of Go's decoder, by which containerd unpacks. It is allocated once per layer that is
+/// being read.
+const WINDOW_BITS_MAX: u32 = 29;
 /// The size of the reads of a blob in bytes.
 const BUFFER_BYTES: usize = 1 << 18;
 
@@ -122,13 +125,16 @@ fn with(
     Err(Error::Input { path, at: "a layer".into(), reason })
 }
 
-/// Decompresses input if it is compressed; returns other input unchanged.
+/// Decompresses input if it is compressed; returns other input unchanged. What cannot be decompressed has the kind `InvalidData`, unlike what
+/// cannot be read.
 pub(crate) fn unpacked<'a>(mut input: impl BufRead + 'a) -> io::Result<Box<dyn Read + 'a>> {
     let head = input.fill_buf()?;
     Ok(if head.starts_with(&[0x1f, 0x8b]) {
         Box::new(Gunzip { part: Some(GzDecoder::new(input)) })
     } else if head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) || is_skippable(head) {
-        Box::new(zstd::Decoder::with_buffer(input)?)
+        let mut decoder = zstd::Decoder::with_buffer(InputReader { inner: input, has_failed: false })?;
+        decoder.window_log_max(WINDOW_BITS_MAX)?;
+        Box::new(ZstdReader(decoder))
     } else {
         Box::new(input)
     })
@@ -137,6 +143,44 @@ pub(crate) fn unpacked<'a>(mut input: impl BufRead + 'a) -> io::Result<Box<dyn R
 /// Returns whether a skippable zstd frame begins here (`0x184d2a50` to `5f`, RFC 8878, 3.1.2).
 fn is_skippable(head: &[u8]) -> bool {
     matches!(head, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..])
+}
+
+/// Records whether reading has failed.
+struct InputReader<R> {
+    inner: R,
+    has_failed: bool,
+}
+
+impl<R: Read> Read for InputReader<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let outcome = self.inner.read(bytes);
+        self.has_failed |= outcome.is_err();
+        outcome
+    }
+}
+
+impl<R: BufRead> BufRead for InputReader<R> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        let outcome = self.inner.fill_buf();
+        self.has_failed |= outcome.is_err();
+        outcome
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.inner.consume(count);
+    }
+}
+
+/// Decompresses zstd.
+struct ZstdReader<R: BufRead>(zstd::Decoder<'static, InputReader<R>>);
+
+impl<R: BufRead> Read for ZstdReader<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.0.read(bytes).map_err(|error| match self.0.get_ref().has_failed {
+            false if error.kind() == io::ErrorKind::Other => io::Error::new(io::ErrorKind::InvalidData, error),
+            _ => error,
+        })
+    }
 }
 
 /// Decompresses gzip with one or more members. Trailing zeros are accepted, as by gzip(1): tapes have whole records.

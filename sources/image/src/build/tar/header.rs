@@ -1,5 +1,6 @@
 //! A header: 512 bytes of text fields.
 
+use super::pax::Dialect;
 use crate::build::tree_builder::Refusal;
 
 /// The size of a header, and the unit of padding, in bytes.
@@ -15,10 +16,12 @@ pub(super) const MTIME: (usize, usize) = (136, 12);
 const SUM: (usize, usize) = (148, 8);
 const KIND: usize = 156;
 pub(super) const LINK: (usize, usize) = (157, 100);
-const MAGIC: (usize, usize) = (257, 6);
+const MAGIC: (usize, usize) = (257, 8);
 pub(super) const MAJOR: (usize, usize) = (329, 8);
 pub(super) const MINOR: (usize, usize) = (337, 8);
 const PREFIX: (usize, usize) = (345, 155);
+/// GNU's times of access and change, in the prefix's place.
+const TIMES: [(usize, usize); 2] = [(345, 12), (357, 12)];
 /// GNU sparse files: four pieces, whether more follow in a block of their own, the file's length.
 pub(super) const SPARSE: (usize, usize) = (386, 4);
 pub(super) const SPARSE_MORE: usize = 482;
@@ -69,13 +72,16 @@ impl Header {
         sum == unsigned || sum == signed
     }
 
-    /// Returns the name, with ustar's prefix.
-    pub(super) fn name(&self) -> Vec<u8> {
-        let (prefix, name) = (self.text(PREFIX), self.text(NAME));
-        if self.field(MAGIC) == b"ustar\0" && !prefix.is_empty() {
-            return [prefix, b"/", name].concat();
+    /// Returns the name, with ustar's prefix. Go before 1.8 wrote that prefix into GNU headers, too (golang/go issue 21005).
+    pub(super) fn name(&self, dialect: Dialect) -> Result<Vec<u8>, Refusal> {
+        let (prefix, name, magic) = (self.text(PREFIX), self.text(NAME), self.field(MAGIC));
+        let is_no_time = |place| self.field(place)[0] != 0 && self.number(place, "time").is_err();
+        let is_of_old_go = magic == b"ustar  \0" && prefix.is_ascii() && TIMES.into_iter().any(is_no_time);
+        if is_of_old_go && dialect == Dialect::Archive {
+            return Err("a GNU header with a prefix: tar readers disagree on its name".into());
         }
-        name.to_vec()
+        let has_prefix = (is_of_old_go || magic.starts_with(b"ustar\0")) && !prefix.is_empty();
+        Ok(if has_prefix { [prefix, b"/", name].concat() } else { name.to_vec() })
     }
 
     /// Parses a number: octal digits, or, where the first bit is set, GNU's binary form.

@@ -7,9 +7,9 @@ use std::io::Read;
 use std::path::Path;
 
 use super::file_bytes::FileBytes;
-use super::marks::{Mark, mark};
+use super::marks::{LINK_TARGETS, Mark, mark};
 use super::member::{Kind, Member, Members};
-use super::pax::Globals;
+use super::pax::Dialect;
 use super::place::{at_end, components, contents, directory, place, refused};
 use crate::build::content_writer::ContentWriter;
 use crate::build::tree_builder::{Refusal, TreeBuilder};
@@ -36,7 +36,7 @@ impl Layers {
 
     /// Applies the next layer.
     pub(crate) fn add(&mut self, input: impl Read, source: &Path) -> Result<()> {
-        let mut members = Members::of(input, source, Globals::Ignore);
+        let mut members = Members::of(input, source, Dialect::Layer);
         self.next_layer();
         while let Some(member) = members.next()? {
             self.member(&member).map_err(|reason| refused(source, &member, reason))?;
@@ -47,6 +47,7 @@ impl Layers {
 
     /// Begins the next layer.
     pub(crate) fn next_layer(&mut self) {
+        self.builder.remove_from_root(LINK_TARGETS);
         if !self.files.is_empty() {
             self.builder.next_layer();
         }
@@ -58,7 +59,7 @@ impl Layers {
         self.file_bytes.add(member.bytes)?;
         let names = components(&member.path)?;
         match mark(&names)? {
-            None => place(&mut self.builder, &names, member, file, self.for_composefs),
+            None | Some(Mark::LinkTarget) => place(&mut self.builder, &names, member, file, self.for_composefs),
             Some(Mark::Nothing) => Ok(None),
             Some(Mark::Opaque(directory)) => self.builder.make_opaque(directory).map(|()| None),
             Some(Mark::Gone(names)) => self.builder.whiteout(&names).map(|()| None),
@@ -76,6 +77,7 @@ impl Layers {
 
     /// Returns the tree, whose files are still unread, and the files of each layer that remain in it.
     pub(crate) fn finish(mut self, source: &Path) -> Result<(Tree, Vec<NeededFiles>)> {
+        self.builder.remove_from_root(LINK_TARGETS);
         let grown = self.builder.enter(&[], directory).and_then(|_| self.builder.finish_compact());
         let (tree, places) = grown.map_err(|reason| at_end(source, reason))?;
         let left = |(offset, id): (u64, NodeId)| Some((offset, places[id]?));
@@ -92,7 +94,7 @@ pub(crate) fn fill(
     tree: &mut Tree,
     writer: &mut impl ContentWriter,
 ) -> Result<()> {
-    let mut members = Members::of(input, source, Globals::Ignore);
+    let mut members = Members::of(input, source, Dialect::Layer);
     let mut found = 0;
     while let Some(member) = members.next()? {
         match wanted.get(&member.offset) {

@@ -1,7 +1,8 @@
 //! Whiteouts: names by which layers remove files.
 //!
 //! Source: OCI Image Format Specification 1.1, "Filesystem Layers": "Whiteouts", "Opaque Whiteout". Other names that
-//! begin with `.wh..wh.` belong to AUFS, which introduced this form, and are ignored.
+//! begin with `.wh..wh.` belong to AUFS, which introduced this form, and are ignored. `.wh..wh.plnk` has the targets of
+//! hard links, and is removed at the end of its layer.
 
 use ferry_vfs::{Name, NameBuf, Timespec};
 
@@ -15,11 +16,15 @@ use crate::format::tree::{Content, Node, NodeId, Tree, set_xattr};
 const WHITEOUT: &[u8] = b".wh.";
 const AUFS: &[u8] = b".wh..wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";
+/// The directory in the root with AUFS's targets of hard links.
+pub(super) const LINK_TARGETS: &[u8] = b".wh..wh.plnk";
 
 /// The meaning of a path with a whiteout.
 pub(super) enum Mark<'a, 'b> {
     /// Nothing.
     Nothing,
+    /// A target of hard links, until the end of the layer.
+    LinkTarget,
     /// Lower layers contribute nothing to this directory.
     Opaque(&'b [Name<'a>]),
     /// This path is removed.
@@ -30,6 +35,9 @@ pub(super) enum Mark<'a, 'b> {
 pub(super) fn mark<'a, 'b>(names: &'b [Name<'a>]) -> Result<Option<Mark<'a, 'b>>, Refusal> {
     let Some(at) = names.iter().position(|name| name.as_bytes().starts_with(WHITEOUT)) else { return Ok(None) };
     let (parents, name) = (&names[..at], names[at].as_bytes());
+    if name == LINK_TARGETS && at == 0 && names.len() > 1 {
+        return Ok(Some(Mark::LinkTarget));
+    }
     if name.starts_with(AUFS) {
         let is_opaque = name == OPAQUE && names.len() == at + 1;
         return Ok(Some(if is_opaque { Mark::Opaque(parents) } else { Mark::Nothing }));
@@ -71,6 +79,7 @@ impl LayerMarks {
              whole image (oci:DIR)",
         )?;
         let (parents, name) = match &mark {
+            Mark::LinkTarget => return Ok(false),
             _ if how == Whiteouts::Drop => return Ok(true),
             Mark::Nothing => return Ok(true),
             Mark::Opaque(parents) => (*parents, None),
@@ -90,6 +99,9 @@ impl LayerMarks {
 
     /// Adds overlayfs's whiteouts. What the layer contains hides what is below, a directory only if it is opaque.
     pub(super) fn finish(self, builder: &mut TreeBuilder) -> Result<(), Refusal> {
+        if self.whiteouts != Some(Whiteouts::Keep) {
+            builder.remove_from_root(LINK_TARGETS);
+        }
         for (parent, name, mtime) in self.left {
             let found = match &name {
                 _ if !builder.is_directory(parent) => continue,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use ferry_vfs::Timespec;
 
 use super::header::{GID, HEADER_BYTES, Header, LINK, MAJOR, MINOR, MODE, MTIME, SIZE, UID};
-use super::pax::{Globals, Pax};
+use super::pax::{Dialect, Pax};
 use super::sparse::{Pieces, Sparse};
 use crate::build::tree_builder::Refusal;
 use crate::format::error::{Error, IoContext, Result};
@@ -58,7 +58,7 @@ pub(super) struct Members<R> {
     input: R,
     source: PathBuf,
     offset: u64,
-    globals: Globals,
+    dialect: Dialect,
     /// Global PAX records, for all members that follow.
     of_all: Pax,
     /// The remaining data pieces of the current file, in reverse.
@@ -70,9 +70,9 @@ pub(super) struct Members<R> {
 }
 
 impl<R: Read> Members<R> {
-    pub(super) fn of(input: R, source: &Path, globals: Globals) -> Self {
+    pub(super) fn of(input: R, source: &Path, dialect: Dialect) -> Self {
         let (source, of_all) = (source.into(), Pax::default());
-        Self { input, source, offset: 0, globals, of_all, pieces: Vec::new(), at: 0, padding: 0 }
+        Self { input, source, offset: 0, dialect, of_all, pieces: Vec::new(), at: 0, padding: 0 }
     }
 
     pub(super) fn refused(&self, offset: u64, reason: impl Into<String>) -> Error {
@@ -120,7 +120,7 @@ impl<R: Read> Members<R> {
                 b'K' => extra.link = Some(self.long(&header, offset)?),
                 b'g' => {
                     let global = self.pax(&header, offset)?;
-                    if self.globals == Globals::Apply {
+                    if self.dialect == Dialect::Archive {
                         self.of_all.add_global(global).map_err(|reason| self.refused(offset, reason))?;
                     }
                 }
@@ -162,9 +162,10 @@ impl<R: Read> Members<R> {
         let sparse = Sparse::of(&pax).map_err(|reason| refused(self, reason))?;
         let name = sparse.as_ref().and_then(|sparse| sparse.name.clone());
         let known = |key: &[u8]| pax.get(key).map(<[u8]>::to_vec);
-        let path = name.or_else(|| known(b"path")).or(extra.name).unwrap_or_else(|| header.name());
+        let path = name.or_else(|| known(b"path")).or(extra.name).map_or_else(|| header.name(self.dialect), Ok);
+        let path = path.map_err(|reason| refused(self, reason))?;
         let link = known(b"linkpath").or(extra.link).unwrap_or_else(|| header.text(LINK).to_vec());
-        let described = describe(header, &pax, path, link, offset);
+        let described = describe(header, self.dialect, &pax, (path, link), offset);
         let (mut member, stored) = described.map_err(|reason| refused(self, reason))?;
         let is_old = header.kind() == b'S';
         let (mut pieces, left) = match sparse {
@@ -193,7 +194,7 @@ impl<R: Read> Members<R> {
     fn skip_padding(&mut self) -> Result<()> {
         let padding = std::mem::take(&mut self.padding);
         let is_whole = self.discard(padding)? == padding;
-        if is_whole || self.globals == Globals::Ignore { Ok(()) } else { Err(self.cut_off()) }
+        if is_whole || self.dialect == Dialect::Layer { Ok(()) } else { Err(self.cut_off()) }
     }
 
     /// Reads this many bytes, or fewer at the end of the archive; returns their number.
@@ -244,7 +245,13 @@ impl<R: Read> Members<R> {
 }
 
 /// Returns the member that headers describe, and the number of its bytes in the archive.
-fn describe(header: &Header, pax: &Pax, path: Vec<u8>, link: Vec<u8>, offset: u64) -> Result<(Member, u64), Refusal> {
+fn describe(
+    header: &Header,
+    dialect: Dialect,
+    pax: &Pax,
+    (path, link): (Vec<u8>, Vec<u8>),
+    offset: u64,
+) -> Result<(Member, u64), Refusal> {
     let (kind, bits) = match header.kind() {
         b'0' | 0 | b'7' if path.ends_with(b"/") => (Kind::Directory, 0o040_000),
         b'0' | 0 | b'7' | b'S' => (Kind::File, 0o100_000),
@@ -260,7 +267,11 @@ fn describe(header: &Header, pax: &Pax, path: Vec<u8>, link: Vec<u8>, offset: u6
         |key: &str, place, what: &str| pax.number(key.as_bytes()).unwrap_or_else(|| header.number(place, what));
     let id =
         |key, place, what| u32::try_from(number(key, place, what)?).map_err(|_| format!("its {what} is too large"));
-    let stored = u64::try_from(number("size", SIZE, "size")?).map_err(|_| "its size is below zero")?;
+    let mut stored = u64::try_from(number("size", SIZE, "size")?).map_err(|_| "its size is below zero")?;
+    // Go's reader expects no data after a member of another type, whatever its size. It takes type 0 with a slash for a file.
+    if dialect == Dialect::Layer && kind != Kind::File && !matches!(header.kind(), b'0' | b'7') {
+        stored = 0;
+    }
     if stored > 0 && kind != Kind::File {
         return Err("it has data but is not a file: tar readers disagree on where it ends".into());
     }
@@ -335,14 +346,14 @@ mod tests {
     fn an_unreadable_header_is_not_the_end() {
         let archive = || io::Cursor::new([0; HEADER_BYTES]);
         let next = |input: &mut dyn Read| {
-            Members::of(input, Path::new("archive"), Globals::Apply).next().map(|found| found.is_none())
+            Members::of(input, Path::new("archive"), Dialect::Archive).next().map(|found| found.is_none())
         };
         assert!(next(&mut io::empty()).expect("it is over"));
         assert!(next(&mut archive()).expect("it is over"));
         assert!(matches!(next(&mut Broken), Err(Error::Io { .. })));
         assert!(matches!(next(&mut archive().take(100).chain(Broken)), Err(Error::Io { .. })));
         assert!(matches!(next(&mut archive().take(100)), Err(Error::Input { .. })));
-        let members = |input| Members::of(input, Path::new("archive"), Globals::Apply);
+        let members = |input| Members::of(input, Path::new("archive"), Dialect::Archive);
         members(Box::new(archive()) as Box<dyn Read>).finish().expect("it can be read");
         assert!(matches!(members(Box::new(archive().chain(Broken))).finish(), Err(Error::Io { .. })));
     }

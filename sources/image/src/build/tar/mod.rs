@@ -1,6 +1,7 @@
 //! Trees from tar archives: the old format, ustar, PAX and GNU.
 //!
-//! Input on which tar readers disagree is refused, so that no other reader sees other members. Absolute names lose
+//! Input on which tar readers disagree is refused, so that no other reader sees other members; layers of containers are
+//! read as Go's `archive/tar` reads them, because others have built and run them with it. Absolute names lose
 //! their leading slash, as in GNU tar; `..` is refused. The last member with a name wins, and symbolic links above a
 //! member's name are followed within the tree.
 //!
@@ -33,7 +34,7 @@ use crate::format::tree::{Node, Tree, set_xattr};
 use file_bytes::FileBytes;
 use marks::LayerMarks;
 use member::Members;
-use pax::Globals;
+use pax::Dialect;
 use place::{at_end, contents, directory, place, refused};
 
 pub(crate) use header::{HEADER_BYTES, is_header};
@@ -80,7 +81,7 @@ pub(crate) fn read<W: ContentWriter>(
     whiteouts: Option<Whiteouts>,
     writer: &mut W,
 ) -> Result<Tree> {
-    read_with(Members::of(input, source, Globals::Apply), source, (whiteouts, None), writer)
+    read_with(Members::of(input, source, Dialect::Archive), source, (whiteouts, None), writer)
 }
 
 /// Reads an archive that is a layer of a container, as containerd applies one: the root, and directories that the archive implies, are
@@ -91,7 +92,7 @@ pub(crate) fn read_layer<W: ContentWriter>(
     rules: &LayerRules<'_>,
     writer: &mut W,
 ) -> Result<Tree> {
-    read_with(Members::of(input, source, Globals::Ignore), source, (Some(rules.whiteouts), Some(rules)), writer)
+    read_with(Members::of(input, source, Dialect::Layer), source, (Some(rules.whiteouts), Some(rules)), writer)
 }
 
 fn read_with<W: ContentWriter>(

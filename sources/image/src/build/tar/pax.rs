@@ -12,13 +12,13 @@ const SPARSE_PIECE: [&[u8]; 2] = [b"GNU.sparse.offset", b"GNU.sparse.numbytes"];
 /// The keys that a global header may have: others differ between members.
 const GLOBAL: [&[u8]; 3] = [b"mtime", b"uid", b"gid"];
 
-/// The treatment of global headers (`g`), on which readers disagree.
+/// How to read what tar readers disagree on: global headers (`g`), ambiguous names and sizes, missing padding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Globals {
-    /// They apply to each member without a record of its own, as in GNU tar: for archives.
-    Apply,
-    /// They are ignored, as in Go's `archive/tar`, which containerd and others use to read layers.
-    Ignore,
+pub(super) enum Dialect {
+    /// Global headers apply to each member without a record of its own, as in GNU tar. The rest is refused.
+    Archive,
+    /// As Go's `archive/tar`, by which containerd and others read layers: it ignores global headers.
+    Layer,
 }
 
 /// The records of a header, the last one per key.
