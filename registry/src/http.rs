@@ -3,7 +3,7 @@
 use std::hash::{BuildHasher, RandomState};
 use std::io::{Read, Seek};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
@@ -11,19 +11,18 @@ use std::time::{Duration, Instant};
 
 use ureq::config::ConfigBuilder;
 use ureq::http::{HeaderValue, Method, header};
-use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 use ureq::typestate::HttpCrateScope;
-use ureq::unversioned::transport::{Connector, DefaultConnector};
-use ureq::{Agent, AsSendBody, Body, SendBody};
+use ureq::{AsSendBody, Body, SendBody};
 use url::Url;
 
 use crate::error::{Error, Result};
 use crate::hosts::Host;
-use crate::identities::{self, Identity};
-use crate::resolver::{OriginResolver, RemoteResolver, THIS_MACHINE, ThisMachine, is_loopback, names_this_machine};
+use crate::resolver::{THIS_MACHINE, ThisMachine, is_loopback, names_this_machine};
 
+use agents::RenewedAgents;
 pub(crate) use response::Response;
 
+mod agents;
 mod response;
 
 /// The maximum number of attempts.
@@ -106,12 +105,7 @@ pub struct Counts {
 /// An HTTP client for any number of threads.
 #[derive(Debug)]
 pub struct Client {
-    /// For requests to the origin.
-    origin_agent: Agent,
-    /// For requests to other servers: it never connects to this machine.
-    remote_agent: Agent,
-    /// For requests whose origin is on this machine.
-    any_agent: Agent,
+    agents: RenewedAgents,
     /// The origin may be on another machine.
     is_remote: Arc<AtomicBool>,
     options: Options,
@@ -219,7 +213,7 @@ pub(crate) fn shown(url: &Url) -> String {
     url.into()
 }
 
-/// Checks whether a redirect is allowed, as far as the URL shows; `is_local`: also to this machine. [`RemoteResolver`]
+/// Checks whether a redirect is allowed, as far as the URL shows; `is_local`: also to this machine. [`crate::resolver::RemoteResolver`]
 /// checks the resolved addresses.
 fn check_redirect(from: &Url, to: &Url, is_local: bool) -> Result<()> {
     let refused = |reason| Err(Error::Redirect { from: shown(from), to: shown(to), reason });
@@ -236,7 +230,8 @@ fn check_redirect(from: &Url, to: &Url, is_local: bool) -> Result<()> {
 impl Client {
     /// Creates a client that trusts the host's authorities (or those of `SSL_CERT_FILE`).
     pub fn new(options: Options) -> Self {
-        Self::with(options, &authorities(), None, DefaultConnector::default(), false)
+        let is_remote = Arc::<AtomicBool>::default();
+        Self::with(options, RenewedAgents::new(Arc::clone(&is_remote)), is_remote)
     }
 
     /// Creates a client for a server of a `hosts.toml`, with these options.
@@ -245,74 +240,17 @@ impl Client {
     ///
     /// A file with a certificate cannot be read.
     pub(crate) fn for_host(host: &Host, options: Options) -> Result<Self> {
-        let mut trusted = authorities();
-        for path in &host.authorities {
-            trusted.extend(pem(path)?.0);
-        }
-        let mut identities = Vec::new();
-        for (certificate, key) in &host.clients {
-            let invalid = |path: &Path| Error::Setting {
-                what: format!("the certificate in {}", path.display()),
-                reason: "it has no certificate or no key in PEM".into(),
-            };
-            let (certificates, _) = pem(certificate)?;
-            let key = pem(key)?.1.ok_or_else(|| invalid(key))?;
-            if certificates.is_empty() {
-                return Err(invalid(certificate));
-            }
-            identities.push(Identity { certificates, key });
-        }
         // The file says so.
         let plain_http = options.plain_http || host.url.scheme() == "http";
-        let (options, skip_verify) = (Options { plain_http, ..options }, host.skip_verify);
-        // The library knows one, which it always sends.
-        let only = if identities.len() == 1 { identities.pop() } else { None };
-        if identities.is_empty() {
-            let client = only.map(|Identity { certificates, key }| ClientCert::new_with_certs(&certificates, key));
-            return Ok(Self::with(options, &trusted, client, DefaultConnector::default(), skip_verify));
-        }
-        let connector = identities::connector(&identities, &trusted, skip_verify, &provider());
-        let connector = connector.map_err(|reason| Error::Setting {
-            what: format!("a certificate of this machine for {}", shown(&host.url)),
-            reason,
-        })?;
-        Ok(Self::with(options, &trusted, None, connector, skip_verify))
+        let is_remote = Arc::<AtomicBool>::default();
+        let agents = RenewedAgents::of_host(host, Arc::clone(&is_remote))?;
+        Ok(Self::with(Options { plain_http, ..options }, agents, is_remote))
     }
 
-    fn with(
-        options: Options,
-        trusted: &[Certificate<'static>],
-        client: Option<ClientCert>,
-        connector: impl Connector,
-        skip_verify: bool,
-    ) -> Self {
-        let trusted = RootCerts::new_with_certs(trusted);
-        let provider = provider();
-        let config = |client: Option<ClientCert>| {
-            let tls = TlsConfig::builder()
-                .root_certs(trusted.clone())
-                .client_cert(client)
-                .disable_verification(skip_verify)
-                .unversioned_rustls_crypto_provider(Arc::clone(&provider))
-                .build();
-            Agent::config_builder()
-                .http_status_as_error(false)
-                .max_redirects(0)
-                .max_redirects_will_error(false)
-                .tls_config(tls)
-                .max_idle_connections(IDLE_MAX)
-                .max_idle_connections_per_host(IDLE_MAX)
-                .user_agent(concat!("ferry/", env!("CARGO_PKG_VERSION")))
-                .build()
-        };
-        // The host's certificate is for no other one.
-        let (origin, others) = (config(client), config(None));
-        let resolver = OriginResolver::default();
+    fn with(options: Options, agents: RenewedAgents, is_remote: Arc<AtomicBool>) -> Self {
         Self {
-            is_remote: Arc::clone(&resolver.is_remote),
-            origin_agent: Agent::with_parts(origin, connector, resolver),
-            any_agent: others.new_agent(),
-            remote_agent: Agent::with_parts(others, DefaultConnector::default(), RemoteResolver::default()),
+            agents,
+            is_remote,
             limits: Mutex::new(options.limits),
             latency_us: AtomicU64::new(u64::MAX),
             options,
@@ -404,10 +342,11 @@ impl Client {
             }
             why => Error::Transport { url: url.clone(), why: Box::new(why) },
         };
+        let agents = self.agents.get();
         let agent = match request.url.origin() == request.origin.origin() {
-            true => &self.origin_agent,
-            false if self.is_local(&request.origin) => &self.any_agent,
-            false => &self.remote_agent,
+            true => &agents.origin,
+            false if self.is_local(&request.origin) => &agents.any,
+            false => &agents.remote,
         };
         let sent = upload.as_ref().map_or(0, |upload| upload.bytes);
         let Limits { patience, deadline, .. } = self.limits();
@@ -455,10 +394,14 @@ impl Client {
         let Limits { deadline, attempts_max, .. } = self.limits();
         let is_over = || deadline.is_some_and(|deadline| deadline <= Instant::now());
         loop {
+            let agents = self.agents.get();
             let slot = self.slots.enter(self.options.requests_max);
             let outcome = attempt();
             drop(slot);
             match outcome {
+                // The files have other certificates by now.
+                Err(error)
+                    if is_of_tls(&error) && !is_over() && !Arc::ptr_eq(&agents, &self.agents.get_after_failure()) => {}
                 Err(error) if error.is_transient() && attempts < attempts_max && !is_over() => {
                     tracing::debug!("{error}: the request is retried");
                     thread::sleep(pause(attempts, error.retry_after()));
@@ -478,32 +421,14 @@ fn limit<B: AsSendBody>(request: Configured<B>, patience: Duration, time: Durati
     request.timeout_per_read(patience).timeout_per_write(patience).timeout_global(time)
 }
 
-/// Returns the authorities that this host trusts.
-fn authorities() -> Vec<Certificate<'static>> {
-    let found = rustls_native_certs::load_native_certs();
-    for error in found.errors {
-        tracing::debug!("cannot use a certificate of this host: {error}");
+/// Returns whether TLS is the cause: a certificate is not trusted, or the server does not take that of this machine.
+fn is_of_tls(error: &Error) -> bool {
+    let Error::Transport { why, .. } = error else { return false };
+    match &**why {
+        ureq::Error::Rustls(_) => true,
+        ureq::Error::Io(error) => error.get_ref().is_some_and(|error| error.is::<rustls::Error>()),
+        _ => false,
     }
-    found.certs.iter().map(|one| Certificate::from_der(one).to_owned()).collect()
-}
-
-fn provider() -> Arc<rustls::crypto::CryptoProvider> {
-    Arc::new(rustls::crypto::ring::default_provider())
-}
-
-/// Reads the certificates of a file, and its first key, by the parser of ureq, whose types they become.
-fn pem(path: &Path) -> Result<(Vec<Certificate<'static>>, Option<PrivateKey<'static>>)> {
-    let invalid = |reason: String| Error::Setting { what: path.display().to_string(), reason };
-    let text = std::fs::read(path).map_err(|error| invalid(error.to_string()))?;
-    let (mut certificates, mut key) = (Vec::new(), None);
-    for item in parse_pem(&text) {
-        match item.map_err(|error| invalid(error.to_string()))? {
-            PemItem::Certificate(certificate) => certificates.push(certificate),
-            PemItem::PrivateKey(found) => key = key.or(Some(found)),
-            _ => {}
-        }
-    }
-    Ok((certificates, key))
 }
 
 /// Returns the pause after this many attempts, randomized so that clients do not retry together.

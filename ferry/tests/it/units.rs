@@ -110,6 +110,21 @@ fn servers_of_guests_dump_no_core() {
     }
 }
 
+/// All its servers would end at once.
+#[test]
+fn no_unit_is_killed_as_a_whole_for_want_of_memory() {
+    let snapshotter = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/systemd/ferry-snapshotter.service");
+    assert_eq!(values(&snapshotter, "OOMScoreAdjust"), ["-500"]);
+    let servers = ["ferry-share@.service", "ferry-disk@.service", "ferry-mount@.service"].map(unit);
+    for unit in servers.into_iter().chain([snapshotter]) {
+        for (directive, value) in
+            [("OOMPolicy", "continue"), ("ManagedOOMPreference", "omit"), ("TasksMax", "infinity")]
+        {
+            assert_eq!(values(&unit, directive), [value], "{}: {directive}", unit.display());
+        }
+    }
+}
+
 /// A server waits for what it shares, and systemd, which allows five starts in ten seconds (systemd-system.conf(5)), does
 /// not give it up.
 #[test]

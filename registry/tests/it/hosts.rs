@@ -6,14 +6,15 @@ use crate::credentials::by_tls;
 
 use std::fs;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use common::{Fake, ONCE, Place, Reply, Request};
 use ferry_registry::{Client, Error, Options, PullOptions, Remote, parse_hosts, pull};
 use proptest::prelude::*;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::server::WebPkiClientVerifier;
+use rustls::server::{ClientHello, ResolvesServerCert, WebPkiClientVerifier};
+use rustls::sign::CertifiedKey;
 use rustls::{RootCertStore, ServerConfig};
 
 /// A name that no machine has: all requests go where the file says.
@@ -207,6 +208,52 @@ fn authorities_of_a_host_are_trusted_and_others_are_not_unless_all_are() {
     assert!(error.contains("none.pem"), "{error}");
 }
 
+/// A server's certificate, which can be replaced.
+#[derive(Debug)]
+struct Replaceable(Mutex<Arc<CertifiedKey>>);
+
+impl ResolvesServerCert for Replaceable {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(Arc::clone(&self.0.lock().unwrap()))
+    }
+}
+
+/// What uses a registry for weeks outlives its certificates.
+#[test]
+fn authorities_that_are_replaced_are_read_again() {
+    let place = Place::new();
+    let made = Certificates::new();
+    for name in ["old", "new"] {
+        made.authority(name).signed(&format!("of-{name}"), name, 3);
+    }
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let certified = |name: &str| {
+        let certificate = CertificateDer::from_pem_file(made.path(&format!("{name}.pem"))).unwrap();
+        let key = PrivateKeyDer::from_pem_file(made.path(&format!("{name}.key"))).unwrap();
+        Arc::new(CertifiedKey::from_der(vec![certificate], key, &provider).unwrap())
+    };
+    let own = Arc::new(Replaceable(Mutex::new(certified("of-old"))));
+    let config = ServerConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();
+    let config = config.unwrap().with_no_client_auth().with_cert_resolver(Arc::clone(&own) as Arc<_>);
+    let secret = Fake::start_at("127.0.0.1:0", Some(Arc::new(config)));
+    secret.tag("1", &place.fake.tagged("1").unwrap());
+    copy_blobs(&place.fake, &secret);
+    // Each request has a connection of its own.
+    secret.fault(|_, reply| reply.with("connection", "close"));
+    let (hosts, ca) = (place.at("certs.d"), made.path("ca.pem"));
+    fs::copy(made.path("old.pem"), &ca).unwrap();
+    describe(&hosts, &format!("server = \"https://{}\"\nca = {ca:?}\n", secret.address));
+    let asking = remote(&hosts).unwrap();
+    pull_to(&place, "first", &asking).unwrap();
+    *own.0.lock().unwrap() = certified("of-new");
+    fs::copy(made.path("new.pem"), &ca).unwrap();
+    pull_to(&place, "second", &asking).unwrap();
+    // An authority that is no longer in the files is not trusted.
+    *own.0.lock().unwrap() = certified("of-old");
+    let error = pull_to(&place, "third", &asking).unwrap_err().to_string();
+    assert!(error.contains("UnknownIssuer"), "{error}");
+}
+
 /// A server that asks for a certificate by this authority.
 fn asks_for(
     directory: &Path,
@@ -269,10 +316,12 @@ fn of_several_certificates_the_one_is_sent_that_the_server_asks_for() {
         }
     }
     // A key of another certificate.
-    let wrong = format!("client = [[{:?}, {:?}], {:?}]\n", at("of-one.pem"), at("of-two.key"), at("both.pem"));
-    describe(&hosts, &format!("server = \"https://127.0.0.1:1\"\n{wrong}"));
-    let error = remote(&hosts).unwrap_err().to_string();
-    assert!(error.contains("a certificate of this machine"), "{error}");
+    for others in [format!(", {:?}", at("both.pem")), String::new()] {
+        let wrong = format!("client = [[{:?}, {:?}]{others}]\n", at("of-one.pem"), at("of-two.key"));
+        describe(&hosts, &format!("server = \"https://127.0.0.1:1\"\n{wrong}"));
+        let error = remote(&hosts).unwrap_err().to_string();
+        assert!(error.contains("a certificate of this machine"), "{error}");
+    }
 }
 
 proptest! {

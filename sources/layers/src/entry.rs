@@ -100,7 +100,7 @@ impl Entry {
 #[derive(Debug)]
 pub(crate) struct Entries {
     root: PathBuf,
-    /// Held while a use is counted.
+    /// Held while a use is counted, and while unused entries are removed.
     counting: Mutex<()>,
     _lock: File,
 }
@@ -121,7 +121,9 @@ impl Entries {
         }
         drop(Store::create(&root.join("store"))?);
         let entries = Self { root, counting: Mutex::default(), _lock: lock_file };
-        entries.collect()?;
+        let waiting = || tracing::warn!("another process uses the store {}: waiting", entries.store().display());
+        let store = ExclusiveStore::lock(&entries.store(), &waiting)?;
+        entries.remove_unused(&store, |_| HashSet::new())?;
         Ok(entries)
     }
 
@@ -159,25 +161,31 @@ impl Entries {
         sync_directory(&directory)
     }
 
-    /// Counts the begin (`known`) or the end of a use. Without a use the entry is removed. `known` is the entry of an open layer,
-    /// whose file may have been removed.
-    pub(crate) fn count_use(&self, (reference, name): (&str, &str), known: Option<&Entry>) -> Result<()> {
+    /// Counts the begin (`known`) or the end of a use. Without a use the entry is removed; returns whether it was. `known` is the entry
+    /// of an open layer, whose file may have been removed.
+    pub(crate) fn count_use(&self, (reference, name): (&str, &str), known: Option<&Entry>) -> Result<bool> {
         let _counting = lock(&self.counting);
         let (found, is_begin) = (self.get(reference, name)?, known.is_some());
         let Some(mut entry) = found.or_else(|| known.map(|known| Entry { uses: 0, ..known.clone() })) else {
-            return Ok(());
+            return Ok(false);
         };
         entry.uses = if is_begin { entry.uses.saturating_add(1) } else { entry.uses.saturating_sub(1) };
         if is_begin || entry.uses > 0 {
-            return self.put(&entry);
+            return self.put(&entry).map(|()| false);
         }
         let path = self.path(reference, name);
         fs::remove_file(&path).doing("remove", path)?;
-        sync_directory(&self.root.join("entries"))
+        sync_directory(&self.root.join("entries")).map(|()| true)
     }
 
-    /// Removes entries without a use, images without an entry, and packs without an image.
-    fn collect(&self) -> Result<()> {
+    /// Removes entries without a use, images without an entry, and packs without an image. `open` returns images that stay because
+    /// they are open; its argument are those with an entry.
+    pub(crate) fn remove_unused(
+        &self,
+        store: &ExclusiveStore,
+        open: impl FnOnce(&HashSet<PathBuf>) -> HashSet<PathBuf>,
+    ) -> Result<()> {
+        let _counting = lock(&self.counting);
         let list = |directory: &Path| -> Result<Vec<PathBuf>> {
             let entries = fs::read_dir(directory).doing("list", directory)?;
             entries.map(|entry| Ok(entry.doing("list", directory)?.path())).collect()
@@ -195,6 +203,8 @@ impl Entries {
                 _ => fs::remove_file(&path).doing("remove", path)?,
             }
         }
+        let open = open(&needed);
+        needed.extend(open);
         let mut packs = BTreeSet::new();
         for path in list(&self.root.join("layers"))? {
             match Image::open(&path, None) {
@@ -203,8 +213,6 @@ impl Entries {
                 _ => fs::remove_file(&path).doing("remove", path)?,
             }
         }
-        let waiting = || tracing::warn!("another process uses the store {}: waiting", self.store().display());
-        let store = ExclusiveStore::lock(&self.store(), &waiting)?;
         let report = store.collect(&LiveSet { packs, objects: BTreeSet::new() }, Duration::ZERO, false)?;
         if report.bytes > 0 {
             tracing::info!("removed {} bytes of layers that no engine uses", report.bytes);

@@ -25,6 +25,7 @@
 
 mod entry;
 mod error;
+mod garbage;
 mod images;
 mod lookup;
 mod name;
@@ -53,7 +54,7 @@ pub struct LayerStore {
 }
 
 impl LayerStore {
-    /// Opens or creates the directory, and removes the data of unused layers.
+    /// Opens or creates the directory, and removes the data of unused layers, as it does later when the last use of a layer has ended.
     ///
     /// # Errors
     ///
@@ -61,7 +62,8 @@ impl LayerStore {
     pub fn open(root: &Path, options: Options) -> Result<Self> {
         let entries = Entries::open(root)?;
         let (images, tree) = (Images::new(options.plain_http), Tree::new(&options));
-        let finder = Arc::new(lookup::Finder { entries, images, options, tree, running: Default::default() });
+        let (running, garbage) = Default::default();
+        let finder = Arc::new(lookup::Finder { entries, images, options, tree, running, garbage });
         Ok(Self { finder, changes: Changes::default() })
     }
 }

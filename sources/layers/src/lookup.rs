@@ -13,6 +13,7 @@ use ferry_vfs::{Errno, RatelimitedLog};
 
 use crate::entry::{Entries, Entry, Key};
 use crate::error::{Error, IoContext, Result};
+use crate::garbage::Garbage;
 use crate::images::Images;
 use crate::options::Options;
 use crate::tree::{MountedLayer, Tree};
@@ -28,6 +29,7 @@ pub(crate) struct Finder {
     pub options: Options,
     pub tree: Tree,
     pub running: Mutex<HashMap<Key, Arc<RunningLookup>>>,
+    pub garbage: Garbage,
 }
 
 /// A running lookup.
@@ -70,6 +72,10 @@ impl Finder {
     pub(crate) fn layer(self: &Arc<Self>, reference: &str, name: &str) -> ferry_vfs::Result<Arc<MountedLayer>> {
         let end = Instant::now() + self.options.lookup_timeout;
         let key = (reference.to_owned(), name.to_owned());
+        if let Some(layer) = self.tree.refer(&key) {
+            return Ok(layer);
+        }
+        let _no_removal = self.garbage.prevent();
         let mut has_run = false;
         loop {
             if let Some(layer) = self.tree.refer(&key) {
@@ -106,6 +112,7 @@ impl Finder {
         let end = EndOnDrop { finder: Arc::clone(self), key: key.clone() };
         let work = move || {
             let (finder, (reference, name)) = (&end.finder, &end.key);
+            let no_removal = finder.garbage.prevent();
             match finder.open(reference, name) {
                 Ok((entry, source)) => finder.tree.mount(&end.key, &entry, source),
                 // A layer without a table of contents is not an error: engines look up each layer.
@@ -117,6 +124,7 @@ impl Finder {
                     )
                 }
             }
+            drop(no_removal);
             drop(end);
         };
         thread::Builder::new().name("layer-lookup".into()).spawn(work).map_err(|error| {
@@ -172,6 +180,7 @@ impl Finder {
 
     /// Fetches the whole blob of a layer, verified, to a file without a name.
     pub(crate) fn fetch_blob(&self, entry: &Entry) -> Result<File> {
+        let _no_removal = self.garbage.prevent();
         let none = || Error::NoLayer { reference: entry.reference.clone(), name: entry.blob.clone() };
         let blob = entry.blob.strip_prefix("sha256:").and_then(Sha256::from_hex).ok_or_else(none)?;
         // Not by the manifest: the tag may name another image by now.

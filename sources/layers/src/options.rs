@@ -17,6 +17,8 @@ pub struct Options {
     pub memory_bytes_max: u64,
     /// How long the blob of a layer is kept after the last read. Engines read it once, when they push or save an image.
     pub blob_lifetime: Duration,
+    /// How long after the end of the last use of a layer its data are removed.
+    pub removal_delay: Duration,
 }
 
 impl Default for Options {
@@ -28,6 +30,7 @@ impl Default for Options {
             layers_max: 256,
             memory_bytes_max: 1 << 30,
             blob_lifetime: Duration::from_secs(600),
+            removal_delay: Duration::from_secs(10),
         }
     }
 }

@@ -96,12 +96,12 @@ impl LayerStore {
         Ok(Entry::new(layer.ino(), fixed(layer.ino(), None)))
     }
 
-    /// Records that an engine begins to use a layer (`known`), or no longer does. Returns `NOENT`, which engines treat as success.
-    fn count_use(&self, key: (&str, &str), known: Option<&crate::entry::Entry>) -> Errno {
-        if let Err(error) = self.finder.entries.count_use(key, known) {
+    /// Records that an engine begins to use a layer (`known`), or no longer does. Returns whether that was the last use.
+    fn count_use(&self, key: (&str, &str), known: Option<&crate::entry::Entry>) -> bool {
+        self.finder.entries.count_use(key, known).unwrap_or_else(|error| {
             tracing::warn!("cannot count the uses of layer {}: {}", key.1, ferry_image::error_chain(&error));
-        }
-        Errno::NOENT
+            false
+        })
     }
 
     /// Returns the blob of a layer for a read; fetches it if it is not here.
@@ -173,8 +173,8 @@ impl FileSystem for LayerStore {
     }
 
     fn forget(&self, ino: Ino, count: u64) {
-        if ino != Ino::ROOT {
-            self.finder.tree.forget(ino, count);
+        if ino != Ino::ROOT && self.finder.tree.forget(ino, count) {
+            self.finder.remove_leftovers();
         }
     }
 
@@ -198,7 +198,9 @@ impl FileSystem for LayerStore {
     fn create(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>, _: &CreateArgs, _: OFlags) -> Result<(Entry, Handle)> {
         match self.node(dir)? {
             Node::Layer(layer) if name.as_bytes() == USE => {
-                Err(self.count_use((&layer.key.0, &layer.key.1), Some(&layer.entry)))
+                self.count_use((&layer.key.0, &layer.key.1), Some(&layer.entry));
+                // Engines treat it as success.
+                Err(Errno::NOENT)
             }
             _ => Err(Errno::ROFS),
         }
@@ -210,7 +212,15 @@ impl FileSystem for LayerStore {
 
     fn rmdir(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
         match (self.node(dir)?, digest_of(name.as_bytes())) {
-            (Node::Image(reference), Some(name)) => Err(self.count_use((&reference, name), None)),
+            (Node::Image(reference), Some(digest)) => {
+                if self.count_use((&reference, digest), None) {
+                    // Clients drop what they have cached of the layer, unless it is in use.
+                    self.changes.publish(SessionId::default(), || Change::Entry { dir, name: name.to_buf() });
+                    self.finder.remove_unused_later();
+                }
+                // Engines treat it as success.
+                Err(Errno::NOENT)
+            }
             _ => Err(Errno::ROFS),
         }
     }

@@ -219,6 +219,17 @@ impl Tree {
         }
     }
 
+    /// Closes layers without a reference that no engine uses. Returns the entries of those that stay open.
+    pub(crate) fn close_unused(&self, is_used: impl Fn(&Entry) -> bool) -> Vec<Entry> {
+        let mut state = lock(&self.state);
+        let is_unused = |layer: &MountedLayer| layer.references.load(Ordering::Relaxed) == 0 && !is_used(&layer.entry);
+        let unused = state.layers.iter().filter(|(_, (layer, _))| is_unused(layer)).map(|(number, _)| *number);
+        for number in unused.collect::<Vec<_>>() {
+            state.close(number);
+        }
+        state.layers.values().map(|(layer, _)| layer.entry.clone()).collect()
+    }
+
     pub(crate) fn node(&self, ino: Ino) -> Option<Node> {
         if ino == Ino::ROOT {
             return Some(Node::Root);
@@ -236,27 +247,30 @@ impl Tree {
         })
     }
 
-    pub(crate) fn forget(&self, ino: Ino, count: u64) {
+    /// Drops references. Returns whether they were the last ones to a layer.
+    pub(crate) fn forget(&self, ino: Ino, count: u64) -> bool {
         let mut state = lock(&self.state);
         if ino.0 & IMAGE_BIT == 0 {
-            let Some((layer, _)) = state.layers.get(&(ino.0 >> LAYER_SHIFT)) else { return };
+            let Some((layer, _)) = state.layers.get(&(ino.0 >> LAYER_SHIFT)) else { return false };
             let less = |references: u64| Some(references.saturating_sub(count));
             let before = layer.references.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
             // Unused layers stay open while there is space, for later lookups.
             let is_crowded = state.layers.len() * 2 > self.layers_max || state.memory_bytes > self.memory_bytes_max / 2;
-            if before.is_ok_and(|before| before <= count) && is_crowded {
+            let is_last = before.is_ok_and(|before| before <= count);
+            if is_last && is_crowded {
                 state.close(ino.0 >> LAYER_SHIFT);
             }
-            return;
+            return is_last;
         }
         let number = ino.0 ^ IMAGE_BIT;
-        let Some((reference, references)) = state.images.get_mut(&number) else { return };
+        let Some((reference, references)) = state.images.get_mut(&number) else { return false };
         *references = references.saturating_sub(count);
         if *references == 0 {
             let reference = Arc::clone(reference);
             state.images.remove(&number);
             state.image_numbers.remove(&reference);
         }
+        false
     }
 
     /// Returns the sums of all layers' counters, and the number of open layers.

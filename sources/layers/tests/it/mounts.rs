@@ -22,6 +22,10 @@ pub struct Mount {
 impl Mount {
     /// `None`: this user cannot mount, and the test is skipped.
     pub fn of(place: &Place) -> Option<Self> {
+        Self::with(place, ferry_layers::Options::default())
+    }
+
+    fn with(place: &Place, store: ferry_layers::Options) -> Option<Self> {
         if !rustix::process::geteuid().is_root() || !Path::new("/dev/fuse").exists() {
             ferry_skip::skip!("only root can put overlayfs on a mount, and needs /dev/fuse");
             return None;
@@ -34,7 +38,8 @@ impl Mount {
             ..ferry_fuse::Options::default()
         };
         let export =
-            Export::mount(&at, Arc::clone(&place.open().0) as Arc<dyn ferry_vfs::FileSystem>, options).unwrap();
+            Export::mount(&at, Arc::clone(&place.open_with(store).0) as Arc<dyn ferry_vfs::FileSystem>, options)
+                .unwrap();
         Some(Self { export, at })
     }
 
@@ -104,6 +109,21 @@ fn overlayfs_stacks_the_layers() {
         assert!(large == noise(1, 1_000_000) && above == noise(2, 5000) && new == b"is shown");
         mount.stop();
     });
+}
+
+/// The kernel drops what it knows of a layer when the last use ends, so that its data can be removed.
+#[test]
+fn what_the_kernel_has_cached_keeps_no_unused_data() {
+    let place = Place::of(crate::toc_layers::Format::ZstdChunked);
+    let options = ferry_layers::Options { removal_delay: Duration::from_millis(20), ..Default::default() };
+    let Some(mount) = Mount::with(&place, options) else { return };
+    let layer = mount.at.join(place.name()).join(toc(&place.layers[0]));
+    assert!(look_for(&layer));
+    assert!(fs::read(layer.join("diff/large")).unwrap() == noise(1, 1_000_000));
+    assert!(place.stored_bytes() >= 1_000_000);
+    assert_eq!(fs::remove_dir(&layer).unwrap_err().kind(), ErrorKind::NotFound);
+    eventually(|| (place.stored_bytes() == 0).then_some(()));
+    mount.stop();
 }
 
 /// Others see the directory, and may enter it as far as the mount lets them.

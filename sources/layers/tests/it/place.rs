@@ -121,7 +121,8 @@ impl Place {
     pub fn stored_bytes(&self) -> u64 {
         let packs = fs::read_dir(self.root().join("store/packs")).unwrap();
         let packs = packs.map(|file| file.unwrap()).filter(|file| file.file_name() != "table");
-        packs.map(|file| file.metadata().unwrap().blocks() * 512).sum()
+        // It may be removed meanwhile.
+        packs.filter_map(|file| file.metadata().ok()).map(|metadata| metadata.blocks() * 512).sum()
     }
 }
 

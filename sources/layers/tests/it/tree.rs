@@ -316,6 +316,44 @@ fn fetched_layers_outlive_the_process_while_they_are_used() {
     assert_eq!(tree.find(&[&name, &toc]).unwrap_err(), Errno::NOENT);
 }
 
+/// containerd/stargz-snapshotter pull request 433: a store that is mounted for months grew for months.
+#[test]
+fn unused_data_are_removed_while_the_store_is_open() {
+    let place = Place::of(Format::ZstdChunked);
+    let tree = place.open_with(Options { removal_delay: Duration::from_millis(20), ..Options::default() });
+    let (cx, name, new) = (Caller::default(), place.name(), Name::new(b"use").unwrap());
+    let tocs: Vec<_> = place.layers.iter().map(toc).collect();
+    let image = tree.find(&[&name]).unwrap().ino;
+    let layers: Vec<_> = tocs.iter().map(|toc| tree.find(&[&name, toc]).unwrap().ino).collect();
+    let begin = |number: usize| {
+        let begun = tree.0.create(&cx, layers[number], new, &CreateArgs::default(), OFlags::WRONLY);
+        assert_eq!(begun.unwrap_err(), Errno::NOENT);
+    };
+    let end = |number: usize| {
+        assert_eq!(tree.0.rmdir(&cx, image, Name::new(tocs[number].as_bytes()).unwrap()), Err(Errno::NOENT));
+    };
+    let large = || tree.read(&[&name, &tocs[0], "diff", "large"]).unwrap() == noise(1, 1_000_000);
+    let above = || tree.read(&[&name, &tocs[1], "diff", "above"]).unwrap() == noise(2, 5000);
+    (0..2).for_each(begin);
+    assert!(large() && above());
+    end(0);
+    std::thread::sleep(Duration::from_millis(300));
+    place.fake.requests();
+    assert!(large() && above() && place.fake.requests().is_empty(), "both are open");
+    assert!(place.stored_bytes() >= 1_000_000);
+    tree.0.forget(layers[0], u64::MAX);
+    eventually(|| (place.stored_bytes() < 500_000).then_some(()));
+    assert!(above() && place.fake.requests().is_empty(), "it is used");
+    assert_eq!(tree.count("layer_mounts"), 1);
+    // It can be had again.
+    assert!(large() && !place.fake.requests().is_empty());
+    assert!(place.stored_bytes() >= 1_000_000);
+    tree.0.forget(layers[1], u64::MAX);
+    end(1);
+    eventually(|| (place.root().join("layers").read_dir().unwrap().count() == 1).then_some(()));
+    assert!(large() && place.fake.requests().is_empty(), "it is open");
+}
+
 #[test]
 fn changes_are_refused() {
     let place = Place::of(Format::Estargz);
