@@ -4,12 +4,15 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
 
 use crate::api::Kind;
 use crate::erofs;
 use crate::error::{IoContext, Result, log_failure};
-use crate::layers::unmount_in;
+use crate::layers::{may_pass, unmount_in};
 use crate::metadata::{Record, RemoteLayers};
+use crate::running::Running;
 use crate::snapshotter::Snapshotter;
 
 impl Snapshotter {
@@ -49,27 +52,54 @@ impl Snapshotter {
         Ok(())
     }
 
-    /// Removes directories without a snapshot, and packs without an image.
+    /// Removes directories without a snapshot, and packs without an image. What cannot be removed is logged, and stays until the next time.
     ///
     /// # Errors
     ///
-    /// The file system refuses.
+    /// The metadata, the directories or the store cannot be read.
     pub fn cleanup(&self) -> Result<()> {
-        let unknown: Vec<_> = self.metadata.with_ids(|ids| {
+        self.metadata.with_ids(|ids| {
             let take = |directory: PathBuf| {
+                tracing::info!("removing a directory without a snapshot: {}", directory.display());
                 let id = directory.file_name().and_then(|id| id.to_str()?.parse().ok());
                 id.into_iter().for_each(|id| self.shares.end(id, &directory));
                 unmount_in(&directory)?;
-                self.directories.take(&directory)
+                self.directories.take(&directory).map(drop)
             };
-            self.directories.unknown(|id| ids.contains(&id))?.into_iter().map(take).collect::<Result<_>>()
+            self.directories.unknown(|id| ids.contains(&id))?.into_iter().for_each(|path| log_failure(take(path)));
+            Ok(())
         })?;
         // Removing takes long, and others can change snapshots meanwhile.
-        for name in unknown.into_iter().flatten() {
-            tracing::info!("removing a directory without a snapshot");
-            self.directories.remove_trash(&name)?;
-        }
         log_failure(self.directories.empty_trash(unmount_in));
+        let collected = self.collect();
+        log_failure(self.layers.detect_again());
+        collected
+    }
+
+    /// Repeats, on a thread, a collection of garbage that was skipped because an image was being pulled, after the pull.
+    pub fn collect_in_background(self: &Arc<Self>) {
+        if !self.lazy.has_skipped() {
+            return;
+        }
+        let Some(waiting) = Running::begin(&self.collecting) else { return };
+        // The metadata is closed when the program ends.
+        let (lazy, snapshotter) = (Arc::clone(&self.lazy), Arc::downgrade(self));
+        let collect = move || {
+            lazy.wait_for_pulls();
+            // A collection that is skipped from now on starts another thread.
+            drop(waiting);
+            if let Some(all) = snapshotter.upgrade() {
+                log_failure(all.collect());
+                all.collect_in_background();
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("collect".into()).spawn(collect) {
+            tracing::warn!("cannot start a thread: {error}");
+        }
+    }
+
+    /// Removes images and packs that no snapshot needs, unless an image is being pulled.
+    fn collect(&self) -> Result<()> {
         let known = || {
             let mut known: Vec<RemoteLayers> = Vec::new();
             self.metadata.for_each(|_, record| {
@@ -82,6 +112,7 @@ impl Snapshotter {
             if is_less {
                 self.layers.note_garbage();
             }
+            let Some(incomplete) = incomplete else { return Ok(()) };
             self.layers.collect(incomplete, || {
                 let mut needed = BTreeSet::new();
                 self.metadata.for_each(|_, record| {
@@ -90,9 +121,10 @@ impl Snapshotter {
                     } else {
                         Ok(record.image)
                     };
-                    // A damaged one cannot be committed.
                     match image {
                         Ok(image) => needed.extend(image.into_iter().flat_map(|image| image.packs)),
+                        Err(error) if may_pass(&error) => return Err(error),
+                        // A damaged one cannot be committed.
                         Err(error) => log_failure(Err(error)),
                     }
                     Ok(())

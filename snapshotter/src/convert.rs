@@ -4,7 +4,6 @@
 //! and no view is based on.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, RwLockWriteGuard, TryLockError};
 use std::thread;
 use std::time::Duration;
@@ -14,6 +13,7 @@ use rustix::fs::statvfs;
 use crate::api::Kind;
 use crate::error::{Error, IoContext, Result, log_failure};
 use crate::metadata::Record;
+use crate::running::Running;
 use crate::snapshotter::Snapshotter;
 
 /// How often, and with which pause, a moment is looked for in which no snapshot is being added: ten seconds.
@@ -25,12 +25,14 @@ const ROOM_BYTES: u64 = 1 << 20;
 impl Snapshotter {
     /// Makes images of layers that are directories, on a thread of its own, unless one does so already.
     pub fn convert_in_background(self: &Arc<Self>) {
-        if !self.layers.builds || self.converting.swap(true, Ordering::AcqRel) {
+        if !self.layers.builds() {
             return;
         }
+        let Some(converting) = Running::begin(&self.converting) else { return };
         // The metadata is closed when the program ends.
         let snapshotter = Arc::downgrade(self);
         let convert = move || {
+            let _converting = converting;
             let candidates = snapshotter.upgrade().map_or(Ok(Vec::new()), |all| all.directories());
             let none = |error| {
                 log_failure(Err(error));
@@ -40,13 +42,9 @@ impl Snapshotter {
                 let Some(all) = snapshotter.upgrade() else { return };
                 log_failure(all.convert(&name, &record));
             }
-            if let Some(all) = snapshotter.upgrade() {
-                all.converting.store(false, Ordering::Release);
-            }
         };
         if let Err(error) = thread::Builder::new().name("convert".into()).spawn(convert) {
             tracing::warn!("cannot start a thread: {error}");
-            self.converting.store(false, Ordering::Release);
         }
     }
 

@@ -105,7 +105,7 @@ pub fn unmount_all(at: &Path) -> Result<()> {
         match unmount(at, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
             Ok(()) => {}
             // No mount point, or no such directory.
-            Err(Errno::INVAL | Errno::NOENT) => return Ok(()),
+            Err(Errno::INVAL | Errno::NOENT | Errno::NOTDIR) => return Ok(()),
             Err(error) => return Err(io::Error::from(error)).doing("unmount", at),
         }
     }

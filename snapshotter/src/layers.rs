@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, RwLock, RwLockReadGuard, TryLockError};
+use std::sync::{Mutex, OnceLock, RwLock, RwLockReadGuard, TryLockError};
 use std::time::{Duration, SystemTime};
 
 use ferry_image::{
@@ -41,8 +41,9 @@ const FILE_BYTES_MAX: u64 = 1 << 40;
 #[derive(Debug)]
 pub struct Layers {
     pub(crate) directories: Directories,
-    /// Whether committed layers become images.
-    pub(crate) builds: bool,
+    images: Images,
+    /// Whether committed layers become images. Not set while that cannot be tested.
+    builds: OnceLock<bool>,
     /// Whether images share the memory of equal files.
     pub(crate) inode_share: bool,
     /// One image is built at a time: a build uses all processors.
@@ -60,25 +61,25 @@ pub struct Layers {
 }
 
 impl Layers {
-    /// Detects the features of the kernel and the file system.
+    /// Detects the features of the kernel and the file system. What a full disk prevents is tested again by [`Self::detect_again`].
     ///
     /// # Errors
     ///
     /// There is no overlayfs here; no EROFS, if images are required; or no shared memory, if `inode_share` says so.
     pub fn new(directories: Directories, images: Images, inode_share: bool) -> Result<Self> {
-        let builds = match (probe(&directories, images != Images::Never), images) {
-            (Err(error), Images::Auto) => {
-                tracing::warn!("{}: committed layers stay directories", error_chain(&error));
-                probe(&directories, false)?;
-                false
+        let builds = match detect(&directories, images) {
+            // A server that does not start cannot make room.
+            Err(error) if may_pass(&error) => {
+                tracing::warn!("{}: committed layers stay directories for now", error_chain(&error));
+                OnceLock::new()
             }
-            (tried, _) => {
-                tried?;
-                images != Images::Never
-            }
+            detected => detected?.into(),
         };
         if inode_share {
-            let why = if builds { InodeShare::missing() } else { Some("layers are not images here".into()) };
+            let why = match builds.get() {
+                Some(false) => Some("layers are not images here".into()),
+                _ => InodeShare::missing(),
+            };
             if let Some(why) = why {
                 return Err(Error::FailedPrecondition(format!(
                     "inode-share = true needs Linux 7.0 or later with EROFS_FS_PAGE_CACHE_SHARE: {why}"
@@ -87,6 +88,7 @@ impl Layers {
         }
         Ok(Self {
             directories,
+            images,
             builds,
             inode_share,
             building: Mutex::default(),
@@ -98,6 +100,24 @@ impl Layers {
         })
     }
 
+    /// Whether committed layers become images now.
+    pub(crate) fn builds(&self) -> bool {
+        self.builds.get() == Some(&true)
+    }
+
+    /// Repeats the test of [`Self::new`] if a full disk has prevented it.
+    ///
+    /// # Errors
+    ///
+    /// The features are missing, or the disk is still full.
+    pub(crate) fn detect_again(&self) -> Result<()> {
+        let _building = lock(&self.building);
+        if self.builds.get().is_none() {
+            let _ = self.builds.set(detect(&self.directories, self.images)?);
+        }
+        Ok(())
+    }
+
     /// Prevents the removal of packs. Held from before [`Self::build`] until its image is recorded.
     pub fn recording(&self) -> RwLockReadGuard<'_, ()> {
         read(&self.recording)
@@ -106,7 +126,7 @@ impl Layers {
     /// Builds an image of the directory of an active snapshot, and mounts it. Returns `None`, and leaves the directory, if that is
     /// impossible.
     pub fn build(&self, id: u64) -> Option<LayerImage> {
-        if !self.builds {
+        if !self.builds() {
             return None;
         }
         // Its directory is removed below, which would break other mounts of it.
@@ -413,11 +433,15 @@ pub fn unmount_in(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Whether a failure has nothing to do with the layers: the disk was full.
-fn may_pass(error: &Error) -> bool {
-    let is_full = |error: &io::Error| matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+/// Whether a failure has nothing to do with the layers: the disk was full, or the system had no memory, descriptors or threads left.
+pub(crate) fn may_pass(error: &Error) -> bool {
+    let is_short = |error: &io::Error| {
+        use ErrorKind::{OutOfMemory, QuotaExceeded, StorageFull, WouldBlock};
+        matches!(error.kind(), StorageFull | QuotaExceeded | OutOfMemory | WouldBlock)
+            || matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+    };
     let mut causes = successors(Some(error as &dyn std::error::Error), |error| error.source());
-    matches!(error, Error::Metadata(_)) || causes.any(|error| error.downcast_ref().is_some_and(is_full))
+    matches!(error, Error::Metadata(_)) || causes.any(|error| error.downcast_ref().is_some_and(is_short))
 }
 
 /// Returns the digest in the record of an image.
@@ -429,6 +453,17 @@ fn digest_of(image: &Path, recorded: &str) -> Result<Digest> {
 
 fn recorded(report: &BuildReport) -> LayerImage {
     LayerImage { digest: report.digest.to_string(), packs: report.packs.iter().map(Digest::hex).collect() }
+}
+
+/// Tests the features that the configuration needs; returns whether committed layers become images.
+fn detect(directories: &Directories, images: Images) -> Result<bool> {
+    match probe(directories, images != Images::Never) {
+        Err(error) if images == Images::Auto && !may_pass(&error) => {
+            tracing::warn!("{}: committed layers stay directories", error_chain(&error));
+            probe(directories, false).map(|()| false)
+        }
+        tried => tried.map(|()| images != Images::Never),
+    }
 }
 
 /// Tests overlayfs, and with `images` EROFS below it, as they will be used; removes the files of the test.
@@ -443,17 +478,18 @@ fn probe(directories: &Directories, images: bool) -> Result<()> {
         }
     };
     clean()?;
-    for name in ["tree", "upper", "work", "layer"] {
-        let path = directory.join(name);
-        fs::create_dir_all(&path).doing("create", path)?;
-    }
     let tried = (|| {
+        for name in ["tree", "upper", "work", "layer"] {
+            let path = directory.join(name);
+            fs::create_dir_all(&path).doing("create", path)?;
+        }
         if images {
             probe_image(&directory, &at)?;
         }
         overlay::check(&directory.join("upper"), &directory.join("work"), &at)
     })();
-    clean().and(tried)
+    let cleaned = clean();
+    tried.and(cleaned)
 }
 
 /// Builds an image of two files, mounts it, and compares the kernel's view: before Linux 6.15 all files have the same time, which
@@ -494,6 +530,27 @@ fn probe_image(directory: &Path, at: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn failures_of_a_system_that_is_short_of_something_may_pass() {
+        for (errno, expected) in [
+            (Errno::NOSPC, true),
+            (Errno::DQUOT, true),
+            (Errno::NOMEM, true),
+            (Errno::MFILE, true),
+            (Errno::NFILE, true),
+            (Errno::AGAIN, true),
+            (Errno::INVAL, false),
+            (Errno::IO, false),
+            (Errno::OPNOTSUPP, false),
+        ] {
+            let failed = Err::<(), _>(errno);
+            assert_eq!(may_pass(&failed.doing("create", "x").unwrap_err()), expected, "{errno:?}");
+            let source = io::Error::from(errno);
+            let image = ferry_image::Error::Io { what: "create", path: "x".into(), source };
+            assert_eq!(may_pass(&image.into()), expected, "{errno:?}");
+        }
+    }
 
     /// A removed directory may be the tree of an image.
     #[test]

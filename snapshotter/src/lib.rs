@@ -35,6 +35,7 @@ mod metadata;
 mod mounted;
 mod overlay;
 mod report;
+mod running;
 mod server;
 mod service;
 mod shared_views;

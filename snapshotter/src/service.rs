@@ -101,9 +101,10 @@ pub async fn answer(
         }
         "Cleanup" => {
             let cleanup = move |_: CleanupRequest| {
-                all.cleanup()?;
+                let cleaned = all.cleanup();
+                all.collect_in_background();
                 all.convert_in_background();
-                Ok(())
+                cleaned
             };
             unary(request, cleanup).await
         }

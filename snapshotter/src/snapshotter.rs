@@ -55,7 +55,9 @@ pub struct Snapshotter {
     /// Read-locked from when the directories below a new snapshot are looked up until its record is there.
     pub(crate) adding: RwLock<()>,
     /// Whether a thread makes images of directories.
-    pub(crate) converting: AtomicBool,
+    pub(crate) converting: Arc<AtomicBool>,
+    /// Whether a thread waits for the end of pulls, to collect garbage.
+    pub(crate) collecting: Arc<AtomicBool>,
     /// containerd's own root.
     pub(crate) containerd_root: PathBuf,
     metrics: Arc<Metrics>,
@@ -100,8 +102,7 @@ impl Snapshotter {
         let layers = Layers::new(directories.clone(), config.images, config.inode_share)?;
         let shares = Shares::new(config.virtiofs.clone(), config.lazy.clone())?;
         let lazy = Arc::new(Lazy::new(directories.clone(), config.lazy.clone()));
-        let (keys, adding, converting, metrics) =
-            (Keys::default(), RwLock::default(), AtomicBool::default(), calls::metrics());
+        let (keys, adding, metrics) = (Keys::default(), RwLock::default(), calls::metrics());
         let (containerd_root, merges) = (config.containerd_root.clone(), config.merge);
         let snapshotter = Self {
             metadata,
@@ -112,7 +113,8 @@ impl Snapshotter {
             shares,
             keys,
             adding,
-            converting,
+            converting: Arc::default(),
+            collecting: Arc::default(),
             containerd_root,
             metrics,
         };

@@ -102,7 +102,7 @@ impl Snapshotter {
         let upper = self.directories.upper(id);
         let is_empty = fs::read_dir(&upper).doing("list", &upper)?.next().is_none();
         let why = match () {
-            () if !self.layers.builds => "layers stay directories here",
+            () if !self.layers.builds() => "layers stay directories here",
             () if IdMaps::of(&record.labels)?.is_some() => "the snapshot has the users of a container",
             () if !is_empty => "the snapshot has been written to",
             () if self.mounts(key)? != mounts => "the mounts are not those of the snapshot",

@@ -12,6 +12,7 @@
 //!
 //! The record of such a snapshot has the number of layers that it represents. Its mount shows all of them merged.
 
+mod active_pulls;
 mod labels;
 pub(crate) mod process;
 pub(crate) mod pull_credentials;
@@ -20,23 +21,25 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex, RwLock, TryLockError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ferry_image::{Digest, Image, Objects, error_chain};
 use ferry_registry::{LazyImage, LazyOptions, Slots, list_beside};
-use ferry_vfs::sync::{lock, read};
+use ferry_vfs::sync::lock;
 use serde::{Deserialize, Serialize};
 
+use self::active_pulls::ActivePulls;
 use self::labels::split_tag;
 pub use self::labels::{Request, TARGET, includes};
 use self::process::{Job, MountState, Puller};
 use self::pull_credentials::{Credentials, PullCredentials};
 use crate::config::LazyConfig;
 use crate::directories::Directories;
-use crate::error::{Error, IoContext, Result};
+use crate::error::{Error, IoContext, Result, log_failure};
 use crate::keys::Keys;
 use crate::layers::unmount_in;
 use crate::metadata::{RemoteLayers, Usage};
@@ -92,10 +95,13 @@ pub struct Lazy {
     config: LazyConfig,
     /// By their references.
     plans: Mutex<BTreeMap<String, Plan>>,
-    /// Locks of images: by reference while they are searched for, by key while they are mounted.
+    /// Locks of images: by reference while they are searched for, by key while they are mounted; and by repository while their
+    /// credentials are written.
     held: Keys,
-    /// Read-locked while packs are stored before their image is recorded.
-    pulling: RwLock<()>,
+    /// While packs are stored before their image is recorded.
+    pulling: ActivePulls,
+    /// Whether garbage was not collected because of a pull.
+    skipped: AtomicBool,
     /// The permits of pulling processes.
     pulls: Slots,
     /// Each thread that waits for a registry holds a clone, which is dropped even after a panic.
@@ -128,8 +134,8 @@ impl RemoteLayers {
 impl Lazy {
     /// Creates the object; mounts and requests nothing.
     pub fn new(directories: Directories, config: LazyConfig) -> Self {
-        let (plans, held, pulling, pulls, waiting, complete, credentials, restarts) = Default::default();
-        Self { directories, config, plans, held, pulling, pulls, waiting, complete, credentials, restarts }
+        let (plans, held, pulling, skipped, pulls, waiting, complete, credentials, restarts) = Default::default();
+        Self { directories, config, plans, held, pulling, skipped, pulls, waiting, complete, credentials, restarts }
     }
 
     /// Returns the layers that a snapshot represents, if its image starts lazily; mounts the image. `below` is the number of
@@ -157,8 +163,8 @@ impl Lazy {
     fn plan(self: &Arc<Self>, request: &Request) -> Option<Arc<LazyImage>> {
         let reference = &request.reference;
         let _held = self.held.hold(reference);
-        // Until it is cached or has a snapshot, only this lock keeps its packs.
-        let _pulling = read(&self.pulling);
+        // Until it is cached or has a snapshot, only this keeps its packs.
+        let _pulling = self.pulling.begin();
         let known = lock(&self.plans).get(reference).cloned();
         match known {
             Some(Plan { when, image: None }) if when.elapsed() < PLAN_TIME => return None,
@@ -241,7 +247,7 @@ impl Lazy {
             trusts_trace: includes(&self.config.traces_from, repository),
         };
         let _slot = self.pulls.enter(PULLS_MAX);
-        let _pulling = read(&self.pulling);
+        let _pulling = self.pulling.begin();
         let lazy = self.directories.lazy();
         let new =
             tempfile::Builder::new().prefix(NEW_PREFIX).tempdir_in(&lazy).doing("create a directory in", &lazy)?;
@@ -334,13 +340,15 @@ impl Lazy {
         self.credentials.add(credentials);
     }
 
-    /// Lets all images of the repository use the credentials of a pull, because the registry has accepted them.
+    /// Lets all images of the repository use the credentials of a pull, because the registry has accepted them. Waits for no mount.
     pub(crate) fn finish_pull(&self, credentials: &Credentials) {
+        let _held = self.held.hold(&credentials.repository);
         for key in self.keys().unwrap_or_default() {
-            let _held = self.held.hold(&key);
             match self.about(&key) {
                 Ok(Some(about)) if repository_of(&about.from) == credentials.repository => {
-                    if let Err(error) = credentials.write(&self.directory(&key)) {
+                    if let Err(error) = credentials.write(&self.directory(&key))
+                        && self.directory(&key).exists()
+                    {
                         tracing::warn!("the credentials of a pull are not used: {}", error_chain(&error));
                     }
                 }
@@ -540,37 +548,51 @@ impl Lazy {
         self.directories.discard(&directory)
     }
 
-    /// Removes images without a snapshot, unless an image is being pulled. Then calls `call` with whether any was removed, and the names of
-    /// the packs that the others need. `known` returns the layers that snapshots represent.
+    /// Whether the last [`Self::collect`] was skipped.
+    pub fn has_skipped(&self) -> bool {
+        self.skipped.load(Ordering::Relaxed)
+    }
+
+    /// Waits until no image is being pulled.
+    pub fn wait_for_pulls(&self) {
+        self.pulling.wait();
+    }
+
+    /// Removes images without a snapshot, unless an image is being pulled. Then calls `call` with whether there was any, and the names of
+    /// the packs that the others need, or `None` if these are unknown. `known` returns the layers that snapshots represent.
     ///
     /// # Errors
     ///
-    /// The file system refuses, or the function fails.
+    /// The images cannot be listed, or a function fails.
     pub fn collect(
         &self,
         known: impl FnOnce() -> Result<Vec<RemoteLayers>>,
-        call: impl FnOnce(bool, &BTreeSet<String>) -> Result<()>,
+        call: impl FnOnce(bool, Option<&BTreeSet<String>>) -> Result<()>,
     ) -> Result<()> {
-        let _quiet = match self.pulling.try_write() {
-            Ok(quiet) => quiet,
-            Err(TryLockError::Poisoned(quiet)) => quiet.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(()),
-        };
+        let quiet = self.pulling.block();
+        self.skipped.store(quiet.is_none(), Ordering::Relaxed);
+        let Some(_quiet) = quiet else { return Ok(()) };
         // Further images of a snapshot are created after its record.
         let mut keep: BTreeSet<String> = known()?.iter().map(RemoteLayers::key).collect();
         for plan in lock(&self.plans).values().filter(|plan| plan.when.elapsed() < PLAN_TIME) {
             keep.extend(plan.image.iter().map(|image| key(&image.container, image.covers)));
         }
-        let (mut packs, mut is_less) = (BTreeSet::new(), false);
+        let (mut packs, mut is_less) = (Some(BTreeSet::new()), false);
         for key in self.keys()? {
             if !keep.contains(&key) {
-                self.discard(&key)?;
+                log_failure(self.discard(&key));
                 is_less = true;
-            } else if let Some(about) = self.about(&key)? {
-                packs.extend(about.packs);
+            }
+            // It is there if it could not be removed.
+            match self.about(&key) {
+                Ok(about) => packs.iter_mut().for_each(|all| all.extend(about.iter().flat_map(|it| it.packs.clone()))),
+                Err(error) => {
+                    tracing::warn!("{}: no packs are removed", error_chain(&error));
+                    packs = None;
+                }
             }
         }
-        call(is_less, &packs)
+        call(is_less, packs.as_ref())
     }
 }
 
@@ -594,6 +616,88 @@ mod tests {
             restart.join().unwrap();
             assert!(!is_over);
         });
+    }
+
+    fn lazy(root: &Path) -> Lazy {
+        Lazy::new(Directories::create(root).unwrap(), LazyConfig::default())
+    }
+
+    fn add(lazy: &Lazy, key: &str, repository: &str) {
+        let from = format!("oci:{repository}@sha256:0");
+        let about = About { digest: "d".into(), from, inodes: 0, packs: vec![format!("pack-{key}")] };
+        fs::create_dir_all(lazy.directory(key)).unwrap();
+        fs::write(lazy.directory(key).join("about.toml"), toml::to_string(&about).unwrap()).unwrap();
+    }
+
+    #[test]
+    fn one_image_that_fails_delays_no_others() {
+        let root = tempfile::tempdir().unwrap();
+        let lazy = lazy(root.path());
+        let remote = RemoteLayers { container: "oci:h/a@sha256:b".into(), layers: 1 };
+        for key in ["a", &remote.key(), "c"] {
+            add(&lazy, key, "h/a");
+        }
+        fs::write(lazy.directory("file"), "").unwrap();
+        let collect = || {
+            let mut found = None;
+            let known = || Ok(vec![remote.clone()]);
+            let note = |is_less, packs: Option<&BTreeSet<String>>| {
+                found = Some((is_less, packs.cloned()));
+                Ok(())
+            };
+            lazy.collect(known, note).unwrap();
+            found.unwrap()
+        };
+        assert_eq!(collect(), (true, Some(BTreeSet::from([format!("pack-{}", remote.key())]))));
+        assert_eq!(lazy.keys().unwrap(), BTreeSet::from([remote.key()]));
+        add(&lazy, "c", "h/a");
+        fs::write(lazy.directory(&remote.key()).join("about.toml"), "damaged").unwrap();
+        assert_eq!(collect(), (true, None));
+        assert_eq!(lazy.keys().unwrap(), BTreeSet::from([remote.key()]));
+    }
+
+    #[test]
+    fn a_collection_during_a_pull_is_skipped_and_can_wait() {
+        let root = tempfile::tempdir().unwrap();
+        let lazy = lazy(root.path());
+        let collect = || lazy.collect(|| Ok(Vec::new()), |_, _| Ok(())).map(|()| lazy.has_skipped()).unwrap();
+        let pulls = [lazy.pulling.begin(), lazy.pulling.begin()];
+        assert!(collect());
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| lazy.wait_for_pulls());
+            let [first, second] = pulls;
+            drop(first);
+            assert!(collect() && !waiting.is_finished());
+            drop(second);
+        });
+        assert!(!collect());
+    }
+
+    /// containerd is told that its pull has succeeded when this ends.
+    #[test]
+    fn credentials_wait_for_no_mount() {
+        let root = tempfile::tempdir().unwrap();
+        let lazy = lazy(root.path());
+        add(&lazy, "a", "h.io/a");
+        add(&lazy, "b", "h.io/b");
+        let pull = crate::cri_api::PullImageRequest {
+            image: Some(crate::cri_api::ImageSpec { image: "h.io/a:1".into() }),
+            auth: Some(crate::cri_api::AuthConfig { auth: "bWU6eA==".into(), ..Default::default() }),
+        };
+        let credentials = Credentials::of(&pull).unwrap();
+        let mounting = ["a", "b"].map(|key| lazy.held.hold(key));
+        thread::scope(|scope| {
+            let finish = scope.spawn(|| lazy.finish_pull(&credentials));
+            let end = Instant::now() + Duration::from_secs(20);
+            while !finish.is_finished() && Instant::now() < end {
+                thread::sleep(Duration::from_millis(1));
+            }
+            let is_finished = finish.is_finished();
+            drop(mounting);
+            assert!(is_finished);
+        });
+        let read = |key: &str| Credentials::read(&lazy.directory(key), &credentials.repository);
+        assert_eq!([read("a"), read("b")], [Some(credentials.clone()), None]);
     }
 
     #[test]

@@ -32,7 +32,10 @@ const END_TIME: Duration = Duration::from_secs(5);
 /// How long readers of missing data wait for the next process when one was killed: also if this program was killed with it, and its
 /// service manager starts it again.
 const RESTART_TIME: Duration = Duration::from_secs(30);
+/// How often a mount is looked for in its first moments, and after these: each look may read the table of mounts.
 const TICK: Duration = Duration::from_millis(2);
+const LONG_TICK: Duration = Duration::from_millis(50);
+const FIRST_MOMENTS: Duration = Duration::from_millis(100);
 /// The maximum time in which a process that runs answers a request of its mount.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// The maximum number of threads that wait for such an answer.
@@ -91,7 +94,7 @@ pub fn mounted(at: &Path, process: &Path) -> Result<MountState> {
     });
     let end = Instant::now() + ANSWER_TIME;
     loop {
-        return match answer.recv_timeout(TICK) {
+        return match answer.recv_timeout(LONG_TICK) {
             Err(RecvTimeoutError::Timeout) if runs(process) && Instant::now() < end => continue,
             Err(RecvTimeoutError::Timeout) if runs(process) => {
                 Err(Errno::TIMEDOUT).doing("wait for the process that serves", at)
@@ -271,7 +274,7 @@ pub fn mount(
         }
     };
     let named = name(child.id());
-    let end = Instant::now() + MOUNT_TIME;
+    let start = Instant::now();
     let mut wait = || {
         fs::write(job.process, &named).doing("write to", job.process)?;
         loop {
@@ -285,10 +288,10 @@ pub fn mount(
             if let Some(status) = status {
                 return Err(failed(format!("{} ended with {status}; the log has its reason", program.display())));
             }
-            if Instant::now() > end {
+            if start.elapsed() > MOUNT_TIME {
                 return Err(failed(format!("it was not mounted after {} s", MOUNT_TIME.as_secs())));
             }
-            thread::sleep(TICK);
+            thread::sleep(if start.elapsed() < FIRST_MOMENTS { TICK } else { LONG_TICK });
         }
     };
     let outcome = wait();
@@ -377,13 +380,16 @@ fn running(process: &Path) -> Option<Pid> {
     started(pid).filter(|found| found == time).and_then(|_| Pid::from_raw(pid.try_into().ok()?))
 }
 
-/// Returns the kernel's start time of a process, because process ids are reused. `None`: it has ended.
+/// Returns the kernel's start time of a process, because process ids are reused, and the id of the boot since which it counts. `None`: the
+/// process has ended.
 fn started(pid: u32) -> Option<String> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name in parentheses can contain any characters.
     let mut fields = text.rsplit_once(')')?.1.split_whitespace();
     let is_over = matches!(fields.next()?, "Z" | "X");
-    fields.nth(18).filter(|_| !is_over).map(str::to_owned)
+    let time = fields.nth(18).filter(|_| !is_over)?;
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(format!("{time} {}", boot.trim_end()))
 }
 
 fn program(config: &LazyConfig) -> PathBuf {
@@ -401,14 +407,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_identified_by_its_id_and_start_time() {
+    fn a_process_is_identified_by_its_id_start_time_and_boot() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("process");
         assert!(!runs(&file));
         let own = std::process::id();
+        let found = started(own).unwrap();
+        let (time, boot) = found.split_once(' ').unwrap();
         for (text, expected) in [
-            (format!("{own} {}", started(own).unwrap()), true),
-            (format!("{own} 1"), false),
+            (format!("{own} {found}"), true),
+            (format!("{own} 1 {boot}"), false),
+            // Of another boot, and of a version that did not record it.
+            (format!("{own} {time} 0"), false),
+            (format!("{own} {time}"), false),
             (String::new(), false),
             ("x y".into(), false),
         ] {

@@ -56,6 +56,27 @@ impl Drop for Filler {
     }
 }
 
+/// Files that take all inodes, until this is dropped.
+struct Crowd(PathBuf);
+
+impl Crowd {
+    fn on(root: &Path) -> Self {
+        let crowd = root.join("crowd");
+        fs::create_dir(&crowd).unwrap();
+        let mut number = 0;
+        while fs::File::create(crowd.join(number.to_string())).is_ok() {
+            number += 1;
+        }
+        Self(crowd)
+    }
+}
+
+impl Drop for Crowd {
+    fn drop(&mut self) {
+        fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
 fn is_right(client: &mut Client, name: &str, expected: &[u8]) {
     let mounted = Mounted::of(&client.view("view", name).unwrap());
     assert!(fs::read(mounted.path().join("file")).unwrap() == expected);
@@ -96,6 +117,39 @@ fn a_commit_on_a_full_disk_is_done_or_can_be_repeated() {
         fs::remove_file(server.root().join("file")).unwrap();
         drop(filler);
     }
+}
+
+/// Starts the program on a disk that is full of something, and makes room.
+fn starts_on<T>(server: &mut Server, full: impl FnOnce(&Path) -> T) {
+    let mut client = server.client();
+    let commit = |client: &mut Client| {
+        let mounts = client.prepare("key", "").unwrap();
+        fs::write(Path::new(&mounts[0].source).join("file"), noise(6, BYTES)).unwrap();
+        client.commit("layer", "key").unwrap();
+    };
+    commit(&mut client);
+    let has_image = |server: &Server| {
+        let mut snapshots = fs::read_dir(server.root().join("snapshots")).unwrap();
+        snapshots.any(|snapshot| snapshot.unwrap().path().join("image").exists())
+    };
+    let expected = has_image(server);
+    let full = full(&server.root());
+    server.kill();
+    client = server.start_again();
+    remove(server, &mut client, "layer");
+    drop(full);
+    client.cleanup().unwrap();
+    commit(&mut client);
+    assert_eq!(has_image(server), expected);
+    remove(server, &mut client, "layer");
+}
+
+/// containerd cannot remove anything by a program that does not start.
+#[test]
+fn the_program_starts_on_a_full_disk() {
+    let Some(mut server) = server() else { return };
+    starts_on(&mut server, |root| Filler::leaving(root, 0));
+    starts_on(&mut server, Crowd::on);
 }
 
 /// The names in the directory of a snapshot.

@@ -7,11 +7,12 @@ use std::thread;
 use std::time::Duration;
 
 use ferry_snapshotter::api::Mount;
+use rustix::mount::{UnmountFlags, unmount};
 use tonic::Code;
 
 use crate::client::{Answer, Client};
 use crate::diff::{GZIP, archive, gzip, layer, left, request, send, start};
-use crate::server::{Mounted, Server};
+use crate::server::{Mounted, Server, in_memory};
 use crate::toc_layers::Layer;
 
 const LAYERS: usize = 3;
@@ -147,4 +148,31 @@ fn an_image_is_removed_while_it_is_pulled_and_started() {
             assert_eq!(fs::read_dir(server.root().join(directory)).unwrap().count(), 0, "{directory}");
         }
     }
+}
+
+#[test]
+fn a_directory_that_cannot_be_removed_prevents_nothing_else() {
+    let Some(mut server) = start("auto", "c-root") else { return };
+    let mut client = server.client();
+    let mounts = client.prepare("key", "").unwrap();
+    fs::write(Path::new(&mounts[0].source).join("file"), "some".repeat(3000)).unwrap();
+    client.commit("layer", "key").unwrap();
+    client.remove("layer").unwrap();
+    let directories = ["snapshots", "lazy"].map(|name| server.root().join(name));
+    for directory in &directories {
+        ["1000", "stuck", "other"].iter().for_each(|name| fs::create_dir(directory.join(name)).unwrap());
+        fs::write(directory.join("file"), "").unwrap();
+        // It cannot be renamed.
+        in_memory(&directory.join("stuck"));
+    }
+    let names = |directory: &Path| {
+        let names = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.collect::<Vec<_>>()
+    };
+    client.cleanup().unwrap();
+    assert_eq!((names(&directories[0]), names(&directories[1])), (vec!["stuck".into()], vec!["stuck".into()]));
+    assert_eq!(left(&server), [""; 0]);
+    directories.iter().for_each(|directory| unmount(directory.join("stuck"), UnmountFlags::empty()).unwrap());
+    client.cleanup().unwrap();
+    assert_eq!((names(&directories[0]).len(), names(&directories[1]).len()), (0, 0));
 }
