@@ -1,6 +1,7 @@
 //! The carrier of requests and replies: a socket's messages, or a virtqueue's descriptor chains.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
 use ferry_engine::{BlockingPool, Carrier, ReplyBuffer};
 use ferry_vfs::{Cancellation, Result};
@@ -31,6 +32,9 @@ pub(crate) trait NinepCarrier: Carrier + NinepReply {
 pub(crate) trait Client: Send + Sync {
     /// The first message of the client's session was accepted.
     fn attached(&self) {}
+
+    /// The number of owners that hold or wait for locks may have changed.
+    fn lock_owners_changed(&self, _owners: &AtomicUsize) {}
 
     /// Returns whether another lock request may wait.
     fn may_park(&self) -> bool;

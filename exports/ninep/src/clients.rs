@@ -119,10 +119,10 @@ impl Clients {
         Arc::new(Self { bounds, held: Default::default(), registry: Mutex::default() })
     }
 
-    /// Creates the account of a single client.
+    /// Creates the account of a single client, which may hold as much as all of a socket's clients.
     pub(crate) fn alone() -> Arc<ConnectionAccount> {
-        let clients = Self::new(usize::MAX, usize::MAX);
-        clients.holder(Peer::Guest)
+        let all = [usize::MAX, usize::MAX, ENTRIES_MAX_OF_ALL];
+        Self::within(ResourceLimits { client: all, all }).holder(Peer::Guest)
     }
 
     /// Returns the total of all clients.
@@ -393,6 +393,13 @@ mod tests {
         assert!(lock(&one.state).is_ended);
         drop(charges);
         assert_eq!(clients.held(Resource::Entries), 4);
+    }
+
+    #[test]
+    fn a_single_client_may_hold_as_much_as_all() {
+        let guest = Clients::alone();
+        assert_eq!(guest.take(Resource::Entries, ENTRIES_MAX_OF_ALL), Ok(()));
+        assert_eq!(guest.take(Resource::Entries, 1), Err(LimitReached));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The connection of one client: receives messages and sends replies.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,9 @@ use crate::carrier::Client;
 use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
 use crate::hub::Hub;
 use crate::inbox::{Inbox, RECEIVED_BYTES};
+use crate::keepalive::Keepalive;
 use crate::outbox::{Collected, Out, Outbox, SendResult, Socket};
+use crate::pace::Pace;
 use crate::request_table::{self, Outlet, RejectedRequest, ReplyBytes, RequestTable, Ticket};
 use crate::session::{self, Session};
 use crate::stream::Stream;
@@ -27,10 +29,6 @@ const RUNNING_MAX: usize = 72;
 const RUNNING_BYTES_MAX: usize = 32 << 20;
 /// The minimum concurrency: one request that waits for a disk must not block all others.
 const RUNNING_MIN: usize = 4;
-/// A slower request is blocked.
-const SLOW: Duration = Duration::from_micros(250);
-/// Requests that are served concurrently after two slow ones among 32.
-const PARALLEL_REQUESTS: u32 = 64;
 
 /// The events to wait for.
 #[derive(Debug, Default)]
@@ -51,33 +49,6 @@ impl PollInterest {
     /// Returns whether another request may be served.
     fn has_room(&self) -> bool {
         self.running < RUNNING_MIN || self.running < RUNNING_MAX && self.running_bytes < RUNNING_BYTES_MAX
-    }
-}
-
-/// The latencies of a connection's requests. Lost updates do not matter.
-#[derive(Debug, Default)]
-pub(crate) struct Pace {
-    /// A bit per recent request: whether it was slow.
-    slow: AtomicU32,
-    /// Further requests to serve concurrently.
-    parallel: AtomicU32,
-}
-
-impl Pace {
-    /// Returns whether to serve the next request concurrently.
-    pub(crate) fn is_parallel(&self) -> bool {
-        let left = self.parallel.load(Ordering::Relaxed);
-        self.parallel.store(left.saturating_sub(1), Ordering::Relaxed);
-        left > 0
-    }
-
-    /// Records the latency of a request.
-    pub(crate) fn record(&self, time: Duration) {
-        let slow = self.slow.load(Ordering::Relaxed) << 1 | u32::from(time > SLOW);
-        self.slow.store(slow, Ordering::Relaxed);
-        if slow & 1 == 1 && slow.count_ones() > 1 {
-            self.parallel.store(PARALLEL_REQUESTS, Ordering::Relaxed);
-        }
     }
 }
 
@@ -116,6 +87,7 @@ pub(crate) struct Connection {
     /// The inbox has a whole message, which epoll does not report.
     has_message: AtomicBool,
     pace: Pace,
+    keepalive: Keepalive,
     interest: Mutex<PollInterest>,
     exchange: Mutex<Exchange>,
 }
@@ -141,6 +113,7 @@ impl Connection {
             inbox: Mutex::default(),
             has_message: AtomicBool::new(false),
             pace: Pace::default(),
+            keepalive: Keepalive::default(),
             interest: Mutex::default(),
             exchange: Mutex::default(),
         }
@@ -566,6 +539,10 @@ impl Client for Connection {
         self.attached.store(true, Ordering::Relaxed);
     }
 
+    fn lock_owners_changed(&self, owners: &AtomicUsize) {
+        self.keepalive.update(&self.stream, owners);
+    }
+
     fn may_park(&self) -> bool {
         lock(&self.exchange).request_table.may_park()
     }
@@ -582,18 +559,6 @@ impl Client for Connection {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn requests_are_parallel_after_two_slow_ones() {
-        let (pace, slow) = (Pace::default(), 2 * SLOW);
-        pace.record(slow);
-        // The first is forgotten meanwhile.
-        (0..32).for_each(|_| pace.record(SLOW));
-        pace.record(slow);
-        assert!(!pace.is_parallel());
-        pace.record(slow);
-        assert!((0..PARALLEL_REQUESTS).all(|_| pace.is_parallel()) && !pace.is_parallel());
-    }
 
     #[test]
     fn long_messages_are_served_with_less_concurrency() {

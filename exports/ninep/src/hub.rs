@@ -20,17 +20,12 @@ use crate::delayed_requests::DelayedRequests;
 use crate::peer::Peer;
 use crate::share::Share;
 use crate::shrink::{HighWater, LOOK, shrink};
-use crate::{Error, Listener, worker};
+use crate::{Error, Listener, keepalive, worker};
 
 /// The minimum number of threads: one reads while another serves.
 pub(crate) const THREADS_MIN: usize = 2;
 /// The interval of checks for deadlines, and so the precision of timeouts.
 const TICK: Duration = LOOK;
-/// TCP keepalive: the idle time before the first probe, the interval, and the number of probes. A client whose machine
-/// is gone loses its locks after two minutes instead of Linux's default of two hours.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
-const KEEPALIVE_COUNT: u32 = 4;
 /// The kernel's buffer for replies to a client on a unix socket (the kernel doubles it): sixteen of 32 KiB. TCP's
 /// buffer grows itself.
 const UNIX_SEND_BUFFER_BYTES: usize = 512 << 10;
@@ -321,10 +316,7 @@ impl Hub {
         if listener.is_tcp() {
             // Requests are small and waited for, and a dead peer must be detected in the end.
             let _ = rustix::net::sockopt::set_tcp_nodelay(&stream, true);
-            let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
-            let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, KEEPALIVE_IDLE);
-            let _ = rustix::net::sockopt::set_tcp_keepintvl(&stream, KEEPALIVE_INTERVAL);
-            let _ = rustix::net::sockopt::set_tcp_keepcnt(&stream, KEEPALIVE_COUNT);
+            keepalive::begin(&stream);
         } else {
             // Where the system's limit is lower, it is the limit.
             let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, UNIX_SEND_BUFFER_BYTES);

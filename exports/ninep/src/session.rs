@@ -43,7 +43,7 @@ pub(crate) struct Session {
     paths: Arc<Paths>,
     owners: RandomKey,
     /// Owners that fids remember.
-    owner_count: Arc<AtomicUsize>,
+    pub(crate) owner_count: Arc<AtomicUsize>,
     values_bytes: Arc<AtomicUsize>,
     pub(crate) client_ends: ClientEnds,
     /// Names that users must look up again before a removal.

@@ -280,7 +280,7 @@ fn pem(path: &Path) -> Result<(Vec<Certificate<'static>>, Option<PrivateKey<'sta
 
 #[cfg(test)]
 #[path = "../../../exports/ninep/tests/common/certificates.rs"]
-#[allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used, reason = "a test uses a part")]
+#[allow(dead_code, missing_docs, unreachable_pub, reason = "a test uses a part")]
 mod certificates;
 
 #[cfg(test)]

@@ -78,7 +78,7 @@ impl Shared {
         }
         let cache = wants_cache.then(|| Cache::new(limits)).transpose();
         let cache = cache.inspect_err(|_| link.end()).map_err(Error::Threads)?;
-        Ok(Arc::new(Self {
+        let shared = Arc::new(Self {
             link,
             inodes,
             files: Handles::default(),
@@ -88,7 +88,10 @@ impl Shared {
             cache,
             waiting: Mutex::default(),
             totals: Mutex::default(),
-        }))
+        });
+        // A new one has none.
+        let _ = shared.link.shared.set(Arc::downgrade(&shared));
+        Ok(shared)
     }
 
     /// Returns the attributes of a file.
@@ -286,8 +289,7 @@ impl Inode {
         if found.attr.kind() != self.kind || is_other {
             return Err(Errno::STALE);
         }
-        self.record_attr(found);
-        Ok(found.attr)
+        Ok(self.record_attr(found))
     }
 }
 

@@ -10,9 +10,9 @@ mod pending;
 mod tests;
 mod threads;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::io::{self, ErrorKind, Write};
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,8 @@ use crate::transport::Stream;
 
 /// The maximum number of waiting lock requests. They do not count as requests in flight, because they may never end.
 const PARKED_MAX: usize = 4096;
+/// How long to wait for the ends of fids.
+const CLUNKS: Duration = Duration::from_secs(1);
 
 /// Why a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +65,11 @@ fn is_harmless(request_kind: u8) -> bool {
             | kind::TUNLINKAT
             | kind::TREMOVE
     )
+}
+
+/// Returns whether servers that have a limit of fids use this error for it.
+fn is_shortage(errno: Errno) -> bool {
+    matches!(errno, Errno::RANGE | Errno::MFILE | Errno::NFILE | Errno::NOBUFS)
 }
 
 /// An encoded request. The data of a Twrite stay in place.
@@ -156,6 +163,10 @@ pub(crate) struct Connection {
     writer: Mutex<Box<dyn Write + Send>>,
     hang_up: Box<dyn Fn() + Send + Sync>,
     fids: Mutex<Fids>,
+    /// Signals that no Tclunk is under way.
+    clunked: Condvar,
+    /// A Twalk has failed because the server had no room for another fid.
+    is_short_of_fids: AtomicBool,
     /// The connections that end with this one.
     bound: Mutex<Vec<Weak<Connection>>>,
 }
@@ -207,7 +218,9 @@ struct Disconnected {
 #[derive(Debug, Default)]
 struct Fids {
     next: u32,
-    free: Vec<u32>,
+    free: BTreeSet<u32>,
+    /// The number of Tclunks under way.
+    clunks: usize,
 }
 
 impl std::fmt::Debug for Connection {
@@ -287,6 +300,8 @@ impl Connection {
             writer: Mutex::new(stream.writer),
             hang_up: stream.hang_up,
             fids: Mutex::default(),
+            clunked: Condvar::new(),
+            is_short_of_fids: AtomicBool::new(false),
             bound: Mutex::default(),
         });
         threads::start(&connection, stream.reader)?;
@@ -506,7 +521,12 @@ impl Connection {
     /// Sends a request, and passes the reply to `take`.
     pub(crate) fn ask<T>(&self, request: &Request<'_>, take: impl FnOnce(Reply<'_>) -> Option<T>) -> Outcome<T> {
         let message = self.send_one(Outgoing::new(request)).wait(self)?;
-        self.take(&message, take)
+        let opens_or_syncs = matches!(request.kind(), kind::TLOPEN | kind::TLCREATE | kind::TFSYNC);
+        self.take(&message, take).map_err(|fail| match fail {
+            // FUSE would open and sync no file any more.
+            RequestError::Errno(Errno::NOSYS) if opens_or_syncs => Errno::OPNOTSUPP.into(),
+            _ => fail,
+        })
     }
 
     /// Sends a request whose reply has no content.
@@ -528,10 +548,10 @@ impl Connection {
         Err(RequestError::Errno(Errno::IO))
     }
 
-    /// Returns an unused fid.
+    /// Returns the lowest unused fid: to some servers it is an index of a table.
     pub(crate) fn new_fid(&self) -> Fid {
         let mut fids = lock(&self.fids);
-        Fid(fids.free.pop().unwrap_or_else(|| {
+        Fid(fids.free.pop_first().unwrap_or_else(|| {
             fids.next = fids.next.wrapping_add(1) % u32::MAX;
             fids.next
         }))
@@ -539,16 +559,40 @@ impl Connection {
 
     /// Frees a fid that the server does not know.
     pub(crate) fn free_fid(&self, fid: Fid) {
-        lock(&self.fids).free.push(fid.0);
+        lock(&self.fids).free.insert(fid.0);
+    }
+
+    /// Records the outcome of a Twalk.
+    pub(crate) fn note_walk<T>(&self, walked: &Outcome<T>) {
+        if matches!(walked, Err(RequestError::Errno(errno)) if is_shortage(*errno)) {
+            self.is_short_of_fids.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns whether this error is the server's lack of fids.
+    pub(crate) fn is_short_of_fids(&self, errno: Errno) -> bool {
+        is_shortage(errno) && self.is_short_of_fids.load(Ordering::Relaxed)
+    }
+
+    /// Waits until the server has replied to all Tclunks, for a while.
+    pub(crate) fn wait_for_clunks(&self) {
+        let fids = lock(&self.fids);
+        drop(self.clunked.wait_timeout_while(fids, CLUNKS, |fids| fids.clunks > 0));
     }
 
     /// Ends a fid some time.
     pub(crate) fn clunk_later(self: &Arc<Self>, fid: Fid) {
         let connection = Arc::clone(self);
+        lock(&self.fids).clunks += 1;
         let free = Wake::call(move |answer| {
+            let mut fids = lock(&connection.fids);
             // Whatever its reply, the server has released the fid (clunk(5)).
             if let RequestEnd::Message(_) = answer {
-                connection.free_fid(fid);
+                fids.free.insert(fid.0);
+            }
+            fids.clunks -= 1;
+            if fids.clunks == 0 {
+                connection.clunked.notify_all();
             }
         });
         self.send_later(Outgoing::new(&Request::Clunk { fid }), free);

@@ -10,7 +10,7 @@ use ferry_wire::ninep::{Reply, Request};
 
 use crate::cache::{CachedFile, Completion, Remote};
 use crate::client::Shared;
-use crate::connection::{Connection, Message, Outcome, Outgoing, RequestEnd, Wake};
+use crate::connection::{Connection, Message, Outcome, Outgoing, RequestEnd, RequestError, Wake};
 use crate::inode::Inode;
 use crate::session::OwnedFid;
 
@@ -241,7 +241,9 @@ fn moved(connection: &Connection, what: TransferKind, message: &Message, bytes: 
         _ => None,
     });
     match count {
-        Err(crate::connection::RequestError::Errno(errno)) => Ok(Err(errno)),
+        // As for an fsync without the cache.
+        Err(RequestError::Errno(Errno::NOSYS)) => Ok(Err(Errno::OPNOTSUPP)),
+        Err(RequestError::Errno(errno)) => Ok(Err(errno)),
         other => other.map(Ok),
     }
 }

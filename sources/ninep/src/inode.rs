@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use ferry_vfs::sync::{self, lock};
 use ferry_vfs::{Attr, Errno, FileType, Ino, Name, NameBuf, Result, Timespec};
-use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Step, Steps, WALK_NAMES_MAX};
+use ferry_wire::ninep::{Fid, Getattr, Qid, Step, Steps, WALK_NAMES_MAX};
 use ferry_wire::ninep::{Reply, Request};
 
 use crate::cache::CachedFile;
@@ -15,6 +15,7 @@ use crate::change_count::count_change;
 use crate::client::{WANTED, attributes};
 use crate::connection::{Outcome, RequestError};
 use crate::extra_connections::ExtraFids;
+use crate::key::Key;
 use crate::locks::OwnLocks;
 use crate::open_fids::Io;
 use crate::options::Options;
@@ -27,24 +28,8 @@ const DEPTH_MAX: usize = 4096;
 /// The maximum number of files kept only to be synced by the next syncfs: each takes about 1 KiB.
 const UNSYNCED_MAX: usize = 1 << 16;
 
-/// Identifies a file of a server. Those with one path are next to each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Key {
-    pub(crate) path: u64,
-    generation: u64,
-    kind: u32,
-}
-
-impl Key {
-    /// Returns the key of a file with these attributes. A qid whose type differs from the mode is invalid.
-    pub(crate) fn of(found: &Getattr) -> Result<Self> {
-        let kind = found.attr.kind();
-        if kind == FileType::Unknown || (found.qid.kind == QidKind::DIR) != (kind == FileType::Directory) {
-            return Err(Errno::IO);
-        }
-        Ok(Self { path: found.qid.path, generation: found.generation, kind: kind.as_raw_mode() })
-    }
-}
+/// The maximum number of files with the same key that are told apart by their places.
+const TWINS_MAX: u32 = 16;
 
 /// Distinguishes a file from a later one with the same, reused number.
 #[derive(Clone, Copy, Debug, Default)]
@@ -86,6 +71,8 @@ pub(crate) type Stamp = (u32, Timespec, u64);
 pub(crate) struct Inode {
     pub(crate) ino: Ino,
     pub(crate) path: u64,
+    /// The number that users see.
+    shown: u64,
     pub(crate) kind: FileType,
     /// Where it was last found; `None` for the root.
     place: Mutex<Option<Place>>,
@@ -114,13 +101,15 @@ impl Inode {
         self.place().map(|Place { dir, name }| (dir.ino, name))
     }
 
-    fn new(ino: Ino, path: u64, kind: FileType, place: Option<Place>, fid: Option<Arc<OwnedFid>>) -> Arc<Self> {
+    fn new(ino: Ino, key: Key, place: Option<Place>, fid: Option<Arc<OwnedFid>>) -> Arc<Self> {
         let (place, fid) = (Mutex::new(place), Mutex::new(fid));
+        let (path, shown, kind) = (key.path, key.shown(), FileType::from_raw_mode(key.kind));
         let name_state = NameState::default();
         name_state.found();
         Arc::new(Self {
             ino,
             path,
+            shown,
             kind,
             place,
             former: Mutex::default(),
@@ -160,6 +149,27 @@ impl Inode {
     /// Returns where it was last found.
     pub(crate) fn place(&self) -> Option<Place> {
         lock(&self.place).clone()
+    }
+
+    fn is_at(&self, place: &Place) -> bool {
+        let known = lock(&self.place);
+        known.as_ref().is_some_and(|known| known.dir.ino == place.dir.ino && known.name == place.name)
+    }
+
+    /// Returns whether a file that was found elsewhere is another one with the same number: then there is still one with it at
+    /// the known place. Files with several names are the same, unless their times of birth differ.
+    fn is_twin(&self, session: &Session, found: &Getattr, options: &Options) -> Outcome<bool> {
+        let born = lock(&self.born).time;
+        let is_other_time = born.is_some() && found.attr.btime.is_some() && born != found.attr.btime;
+        // Ferry's paths are unique.
+        if session.is_ferry || !(self.is_dir() || found.attr.nlink <= 1 || is_other_time) {
+            return Ok(false);
+        }
+        match self.find_at(session, &session.root(options.uid, options)?, self.place()) {
+            Ok(_) => Ok(true),
+            Err(RequestError::Errno(_)) => Ok(false),
+            Err(lost) => Err(lost),
+        }
     }
 
     /// It was found there. Files may have several names.
@@ -219,8 +229,12 @@ impl Inode {
         Err(RequestError::Errno(Errno::STALE))
     }
 
-    /// Records attributes of a session if they belong to this file, not to a later one with its number; returns
-    /// whether.
+    /// Returns whether attributes of a session belong to this file, not to a later one with its number.
+    fn may_be(&self, found: &Getattr, serial: u64) -> bool {
+        lock(&self.born).is_of_same_file(&BirthStamp::of(found, serial))
+    }
+
+    /// As [`Self::may_be`]; records them if they do.
     fn is_born(&self, found: &Getattr, serial: u64) -> bool {
         let now = BirthStamp::of(found, serial);
         let mut born = lock(&self.born);
@@ -232,12 +246,14 @@ impl Inode {
         is_same
     }
 
-    /// Records attributes that were requested by a fid of this file.
-    pub(crate) fn record_attr(&self, found: &Getattr) {
+    /// Records attributes that were requested by a fid of this file; returns those that users see.
+    pub(crate) fn record_attr(&self, found: &Getattr) -> Attr {
         let mut born = lock(&self.born);
         born.time = found.attr.btime.or(born.time);
         drop(born);
-        *lock(&self.seen) = Some((found.qid, found.attr));
+        let attr = Attr { ino: self.shown, ..found.attr };
+        *lock(&self.seen) = Some((found.qid, attr));
+        attr
     }
 
     /// Opens a fid for a user.
@@ -276,6 +292,7 @@ pub(crate) fn walk(session: &Session, fid: Fid, names: &[NameBuf]) -> Outcome<(A
     let steps = Steps::write(&mut buffer, names.iter().map(|name| Step::Child(name.as_name())));
     let new_fid = session.new_fid();
     let walked = session.ask(&Request::Walk { fid, new_fid, steps }, walked(names.len()));
+    session.note_walk(&walked);
     match walked {
         Ok(Some(qid)) => Ok((OwnedFid::new(session, new_fid), qid)),
         Ok(None) => {
@@ -317,6 +334,20 @@ struct Tables {
 }
 
 impl Tables {
+    /// Returns the files with a key and their twins.
+    fn with_key(&self, key: Key) -> impl Iterator<Item = &Arc<Inode>> {
+        let keys = Key { twin: 0, ..key }..=Key { twin: u32::MAX, ..key };
+        self.by_key.range(keys).filter_map(|(_, ino)| self.inodes.get(ino)).map(|known| &known.inode)
+    }
+
+    /// Adds a reference.
+    fn refer_to(&mut self, ino: Ino) {
+        if let Some(known) = self.inodes.get_mut(&ino) {
+            self.unsynced -= usize::from(known.references == 0);
+            known.references += 1;
+        }
+    }
+
     fn remove(&mut self, ino: Ino) -> Option<InodeEntry> {
         let known = self.inodes.remove(&ino)?;
         if self.by_key.get(&known.key) == Some(&ino) {
@@ -366,7 +397,8 @@ impl Inodes {
     }
 
     pub(crate) fn new(root: Qid, has_events: bool) -> Self {
-        let root = Inode::new(Ino::ROOT, root.path, FileType::Directory, None, None);
+        let key = Key { path: root.path, generation: 0, kind: FileType::Directory.as_raw_mode(), twin: 0 };
+        let root = Inode::new(Ino::ROOT, key, None, None);
         let tables = RwLock::new(Tables { next: Ino::ROOT.0 + 1, ..Tables::default() });
         Self { root, tables, removals: Removals::default(), has_events }
     }
@@ -374,7 +406,8 @@ impl Inodes {
     /// Returns the files with this path: one, mostly.
     pub(crate) fn by_path(&self, path: u64) -> Vec<Arc<Inode>> {
         let root = Some(&self.root).filter(|root| root.path == path);
-        let [first, last] = [(0, 0), (u64::MAX, u32::MAX)].map(|(generation, kind)| Key { path, generation, kind });
+        let [first, last] = [0, u32::MAX].map(|max| Key { path, generation: max.into(), kind: max, twin: max });
+        let last = Key { generation: u64::MAX, ..last };
         let tables = sync::read(&self.tables);
         let known = tables.by_key.range(first..=last).filter_map(|(_, ino)| tables.inodes.get(ino));
         root.into_iter().chain(known.map(|known| &known.inode)).map(Arc::clone).collect()
@@ -397,41 +430,69 @@ impl Inodes {
     /// Adds a reference to the file found at a location, in a session.
     pub(crate) fn add_reference(
         &self,
+        session: &Session,
         found: &Getattr,
-        serial: u64,
         place: Place,
         fid: Arc<OwnedFid>,
-    ) -> Result<Arc<Inode>> {
+        options: &Options,
+    ) -> Outcome<Arc<Inode>> {
         let key = Key::of(found)?;
-        if key.path == self.root.path && key.kind == FileType::Directory.as_raw_mode() {
-            return Ok(Arc::clone(&self.root));
+        let (mut twins, mut moved) = (Vec::new(), None);
+        loop {
+            let mut tables = sync::write(&self.tables);
+            let known = tables.with_key(key).filter(|known| known.may_be(found, session.serial));
+            let known: Vec<_> = known.filter(|known| !twins.contains(&known.ino)).map(Arc::clone).collect();
+            let Some(inode) = known.iter().find(|known| known.is_at(&place)).or(known.first()) else {
+                return Ok(self.insert(&mut tables, (found, session.serial), key, place, fid));
+            };
+            if !inode.is_at(&place) && moved != Some(inode.ino) {
+                drop(tables);
+                if inode.is_twin(session, found, options)? {
+                    twins.push(inode.ino);
+                } else {
+                    moved = Some(inode.ino);
+                }
+                // Others may have found it there meanwhile.
+                continue;
+            }
+            tables.refer_to(inode.ino);
+            inode.is_born(found, session.serial);
+            drop(tables);
+            inode.set_place(place);
+            // To some servers a fid is a path: the last one leads to the current file.
+            let old = lock(&inode.fid).replace(fid);
+            drop(old);
+            return Ok(Arc::clone(inode));
         }
-        let mut tables = sync::write(&self.tables);
-        let Tables { inodes, by_key, next, unsynced, .. } = &mut *tables;
-        let known = by_key.get(&key).and_then(|ino| inodes.get_mut(ino));
-        let Some(known) = known.filter(|known| known.inode.is_born(found, serial)) else {
-            let ino = Ino(*next);
-            *next += 1;
-            let kind = FileType::from_raw_mode(key.kind);
-            let inode = Inode::new(ino, key.path, kind, Some(place), Some(fid));
-            *lock(&inode.born) = BirthStamp::of(found, serial);
-            inodes.insert(ino, InodeEntry { inode: Arc::clone(&inode), key, references: 1 });
-            // An earlier file with this key is still found by its own number until it is forgotten.
-            by_key.insert(key, ino);
-            return Ok(inode);
-        };
-        *unsynced -= usize::from(known.references == 0);
-        known.references += 1;
-        let inode = Arc::clone(&known.inode);
-        drop(tables);
-        inode.set_place(place);
-        // To some servers a fid is a path: the last one leads to the current file.
-        let old = lock(&inode.fid).replace(fid);
-        drop(old);
-        Ok(inode)
     }
 
-    /// Drops all fids, so that files are opened again at their current locations.
+    /// Adds a new file, with a reference. An earlier one with its number is still found by its own until it is forgotten.
+    fn insert(
+        &self,
+        tables: &mut Tables,
+        (found, serial): (&Getattr, u64),
+        key: Key,
+        place: Place,
+        fid: Arc<OwnedFid>,
+    ) -> Arc<Inode> {
+        let is_root = key.path == self.root.path && key.kind == FileType::Directory.as_raw_mode();
+        let first = u32::from(is_root);
+        let is_free = |twin: &u32| {
+            let known = tables.by_key.get(&Key { twin: *twin, ..key }).and_then(|ino| tables.inodes.get(ino));
+            known.is_none_or(|known| !known.inode.may_be(found, serial))
+        };
+        let twin = (first..first + TWINS_MAX).find(is_free).unwrap_or(first + TWINS_MAX);
+        let key = Key { twin, ..key };
+        let ino = Ino(tables.next);
+        tables.next += 1;
+        let inode = Inode::new(ino, key, Some(place), Some(fid));
+        *lock(&inode.born) = BirthStamp::of(found, serial);
+        tables.inodes.insert(ino, InodeEntry { inode: Arc::clone(&inode), key, references: 1 });
+        tables.by_key.insert(key, ino);
+        inode
+    }
+
+    /// Drops all fids that are not open, so that files are opened again at their current locations.
     pub(crate) fn drop_fids(&self) {
         for inode in self.all() {
             let fid = lock(&inode.fid).take();

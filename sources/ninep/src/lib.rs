@@ -47,6 +47,7 @@ mod extra_connections;
 mod file;
 mod fs;
 mod inode;
+mod key;
 mod link;
 mod listing;
 mod locks;

@@ -1,12 +1,13 @@
 //! The link to the server, which survives its connections.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ferry_vfs::sync::{lock, wait};
 use ferry_vfs::{Errno, Result};
 
+use crate::client::Shared;
 use crate::connection::{Counts, Outcome, RequestError};
 use crate::options::{Error, Options};
 use crate::session::Session;
@@ -29,6 +30,8 @@ pub(crate) struct Link {
     /// A new session, or the end of the link.
     changed: Condvar,
     is_over: AtomicBool,
+    /// The client, for [`Self::release_fids`].
+    pub(crate) shared: OnceLock<Weak<Shared>>,
     /// Signals the keeper that the connection is lost, or the client ends.
     keeper_wake: (Mutex<bool>, Condvar),
 }
@@ -45,6 +48,7 @@ impl Link {
             session: Mutex::new(Arc::new(session)),
             changed: Condvar::new(),
             is_over: AtomicBool::new(false),
+            shared: OnceLock::new(),
             keeper_wake: Default::default(),
         })
     }
@@ -104,15 +108,30 @@ impl Link {
         until: Instant,
         mut act: impl FnMut(&Arc<Session>) -> Outcome<T>,
     ) -> Result<T> {
+        let mut has_released = false;
         loop {
             let session = self.session(until)?;
             match act(&session) {
                 Ok(done) => return Ok(done),
+                Err(RequestError::Errno(errno))
+                    if !has_released && session.is_short_of_fids(errno) && self.release_fids(&session) =>
+                {
+                    has_released = true;
+                }
                 Err(RequestError::Errno(errno)) => return Err(errno),
                 Err(RequestError::Lost { harmless: true }) if Instant::now() < until => {}
                 Err(RequestError::Lost { .. }) => return Err(Errno::IO),
             }
         }
+    }
+
+    /// Makes room for fids at the server, which are looked up again when they are needed. Returns false where the server tells
+    /// only of files with fids what others do.
+    fn release_fids(&self, session: &Session) -> bool {
+        let Some(shared) = self.shared.get().and_then(Weak::upgrade).filter(|_| !self.has_events) else { return false };
+        shared.inodes.drop_fids();
+        session.wait_for_clunks();
+        true
     }
 
     /// Reconnects, however long it takes; calls `restore` before others use the session.

@@ -16,7 +16,8 @@ use crate::file::HEAD_BYTES;
 use crate::inode::Inode;
 use crate::session::{OwnedFid, Session};
 
-/// The maximum size of a message with names, in bytes.
+/// The maximum size of a message with names, in bytes. Others than Ferry get the whole message size: p9ufs takes the size for the
+/// number of names that it may skip, and those past the message are lost.
 const LISTING_BYTES: usize = 64 << 10;
 /// The maximum size while this client changes names in the directory, because each change discards prefetched entries.
 const LISTING_BYTES_CHANGING: usize = 8 << 10;
@@ -196,7 +197,11 @@ impl Shared {
     /// Requests names from an offset.
     fn list(&self, session: &Arc<Session>, dir: &OpenDir, listing: &Listing) -> Outcome<ListedBatch> {
         let (fid, offset) = (dir.fid(self, session)?, listing.at);
-        let bytes_max = if listing.is_changing { LISTING_BYTES_CHANGING } else { LISTING_BYTES };
+        let bytes_max = match (listing.is_changing, session.is_ferry) {
+            (true, _) => LISTING_BYTES_CHANGING,
+            (false, true) => LISTING_BYTES,
+            (false, false) => usize::MAX,
+        };
         let bytes_max = session.msize().saturating_sub(HEAD_BYTES).min(bytes_max);
         let bytes_max = u32::try_from(bytes_max).unwrap_or(u32::MAX);
         let request = Request::Readdir { fid: fid.fid(), offset, bytes_max };

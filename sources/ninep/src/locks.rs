@@ -4,7 +4,7 @@
 mod own_locks;
 
 use std::hash::BuildHasher;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -110,9 +110,17 @@ impl ParkedLocks {
         lock(&self.waits).retain(|other| !Arc::ptr_eq(other, wait));
     }
 
-    /// Returns the name of an owner for the server.
-    fn name(&self, owner: LockOwner) -> String {
-        format!("{}{:016x}", self.prefix(), self.names.hash_one(owner))
+    /// Returns the client's name in a lock of an owner.
+    fn name(&self, owner: LockOwner, by_node: bool) -> String {
+        match by_node {
+            true => rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            false => format!("{}{:016x}", self.prefix(), self.names.hash_one(owner)),
+        }
+    }
+
+    /// Returns a process id that stands for an owner.
+    fn pid(&self, owner: LockOwner) -> u32 {
+        u32::try_from(self.names.hash_one(owner) >> 32).unwrap_or(0)
     }
 
     fn prefix(&self) -> String {
@@ -146,24 +154,40 @@ impl Shared {
         }
     }
 
-    fn lock_request<'a>(&self, inode: &Inode, wanted: &Lock, client: &'a str) -> LockRequest<'a> {
-        let Lock { kind, start, end, .. } = *wanted;
-        LockRequest { kind, start, end, pid: lock(&inode.locks).pid(wanted), client: client.as_bytes() }
+    /// Passes a request for a lock to `act`. The server distinguishes owners by the client's name, or by the process ids if that is
+    /// the node's.
+    fn with_lock_request<T>(
+        &self,
+        (inode, wanted): (&Inode, &Lock),
+        by_node: bool,
+        act: impl FnOnce(LockRequest<'_>) -> T,
+    ) -> T {
+        let Lock { kind, owner, start, end, .. } = *wanted;
+        let pid = if by_node { self.parked.pid(owner) } else { lock(&inode.locks).pid(wanted) };
+        let client = self.parked.name(owner, by_node);
+        act(LockRequest { kind, start, end, pid, client: client.as_bytes() })
     }
 
     /// Sets or releases a lock without waiting.
     fn lock_now(&self, session: &Arc<Session>, inode: &Inode, wanted: &Lock, reclaim: bool) -> Outcome<()> {
-        let client = self.parked.name(wanted.owner);
         let fid = match wanted.kind {
             LockKind::Unlock => inode.open_fid(self, session)?,
             _ => inode.locking(self, session)?,
         };
-        let request = self.lock_request(inode, wanted, &client);
-        let request = Request::Lock { fid: fid.fid(), lock: request, wait: false, reclaim };
-        let status =
-            session.ask(&request, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })?;
-        match status {
+        let by_node = session.locks_by_node.load(Ordering::Relaxed);
+        let status = self.with_lock_request((inode, wanted), by_node, |lock| {
+            let request = Request::Lock { fid: fid.fid(), lock, wait: false, reclaim };
+            session.ask(&request, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })
+        });
+        let is_refused =
+            status == Err(RequestError::Errno(Errno::INVAL)) && !reclaim && wanted.kind != LockKind::Unlock;
+        if is_refused && !by_node && !session.has_locked.load(Ordering::Relaxed) {
+            session.locks_by_node.store(true, Ordering::Relaxed);
+            return self.lock_now(session, inode, wanted, reclaim);
+        }
+        match status? {
             LockStatus::Success => {
+                session.has_locked.store(true, Ordering::Relaxed);
                 lock(&inode.locks).set(wanted, &self.parked.ranges);
                 Ok(())
             }
@@ -258,9 +282,10 @@ impl Shared {
             }
             Err(RequestError::Errno(errno)) => return self.end_wait(wait, Err(errno)),
         };
-        let client = self.parked.name(wait.lock.owner);
-        let request = self.lock_request(inode, &wait.lock, &client);
-        let request = Outgoing::new(&Request::Lock { fid: fid.fid(), lock: request, wait: true, reclaim: false });
+        let request =
+            self.with_lock_request((inode, &wait.lock), session.locks_by_node.load(Ordering::Relaxed), |lock| {
+                Outgoing::new(&Request::Lock { fid: fid.fid(), lock, wait: true, reclaim: false })
+            });
         let (shared, other, connection) = (Arc::downgrade(self), Arc::clone(wait), Arc::clone(&session.connection));
         let wake = Wake::call(move |answer| {
             if let Some(shared) = Weak::upgrade(&shared) {
@@ -381,20 +406,23 @@ impl Shared {
         if wanted.flock {
             return Err(Errno::NOSYS);
         }
-        let (client, prefix) = (self.parked.name(wanted.owner), self.parked.prefix());
+        let prefix = self.parked.prefix();
         self.link.with_retry(|session| {
             let fid = opened.inode.open_fid(self, session)?;
-            let request = self.lock_request(&opened.inode, wanted, &client);
-            session.ask(&Request::Getlock { fid: fid.fid(), lock: request }, |reply| match reply {
-                Reply::Getlock(LockRequest { kind: LockKind::Unlock, .. }) => Some(None),
-                Reply::Getlock(LockRequest { kind, start, end, pid, client }) => {
-                    // Process ids of other machines mean nothing here.
-                    let pid = if client.starts_with(prefix.as_bytes()) { pid } else { 0 };
-                    let owner = LockOwner { session: ferry_vfs::SessionId::default(), id: 0 };
-                    Some(Some(Lock { kind, owner, start, end, pid, flock: false }))
-                }
-                _ => None,
-            })
+            let by_node = session.locks_by_node.load(Ordering::Relaxed);
+            let ask = |lock: LockRequest<'_>| {
+                session.ask(&Request::Getlock { fid: fid.fid(), lock }, |reply| match reply {
+                    Reply::Getlock(LockRequest { kind: LockKind::Unlock, .. }) => Some(None),
+                    Reply::Getlock(LockRequest { kind, start, end, pid, client }) => {
+                        // Process ids of other machines mean nothing here.
+                        let pid = if client.starts_with(prefix.as_bytes()) { pid } else { 0 };
+                        let owner = LockOwner { session: ferry_vfs::SessionId::default(), id: 0 };
+                        Some(Some(Lock { kind, owner, start, end, pid, flock: false }))
+                    }
+                    _ => None,
+                })
+            };
+            self.with_lock_request((&opened.inode, wanted), by_node, ask)
         })
     }
 

@@ -76,7 +76,7 @@ impl Shared {
             };
             let held = OwnedFid::new(session, step.fid);
             let place = Place { dir: Arc::clone(dir), name: name.clone() };
-            let inode = self.inodes.add_reference(&found, session.serial, place, held)?;
+            let inode = self.inodes.add_reference(session, &found, place, held, &self.link.options)?;
             let mut attr = inode.note(&found).inspect_err(|_| self.inodes.forget(inode.ino, 1))?;
             if inode.cached().is_some_and(|file| file.size() != attr.size) {
                 // Only attributes that were requested after a mark can be ordered.
@@ -326,6 +326,7 @@ fn walk_to(session: &Arc<Session>, dir: Fid, names: &[NameBuf]) -> Vec<LookupSte
     fids.into_iter()
         .map(|fid| {
             let walk = answer().and_then(|message| session.take(&message, walked(1)));
+            session.note_walk(&walk);
             let attr = asks.then(|| answer().and_then(|message| session.take(&message, attributes)));
             let found = match (walk, attr) {
                 (Ok(Some(qid)), Some(Ok(found))) => Ok(Some((qid, Some(found)))),

@@ -71,10 +71,16 @@ pub(crate) struct Session {
     pub(crate) root_qid: Qid,
     /// The root, as others.
     users: Mutex<HashMap<u32, Arc<OwnedFid>>>,
+    /// Whether the server is Ferry.
+    pub(crate) is_ferry: bool,
     /// Whether the server is Ferry, and has always served a request after the one that it depends on.
     in_order: AtomicBool,
     /// Whether the server supports Tunlinkat and Trenameat, as far as known; diod does not.
     has_at: AtomicBool,
+    /// The server has granted a lock.
+    pub(crate) has_locked: AtomicBool,
+    /// The server refused the first lock, so the next ones have the node's name: ganesha resolves the client's as a host's.
+    pub(crate) locks_by_node: AtomicBool,
     /// The server tells what others do from now on.
     pub(crate) has_events: bool,
 }
@@ -103,8 +109,11 @@ impl Session {
             further: Vec::new(),
             root_qid,
             users: Mutex::default(),
+            is_ferry,
             in_order: AtomicBool::new(is_ferry),
             has_at: AtomicBool::new(true),
+            has_locked: AtomicBool::new(false),
+            locks_by_node: AtomicBool::new(false),
             has_events: false,
         };
         // Data that were written on further connections would be told as those of others.
@@ -224,7 +233,9 @@ impl Session {
     pub(crate) fn clone_of(&self, fid: Fid) -> Outcome<Arc<OwnedFid>> {
         let new_fid = self.connection.new_fid();
         let request = Request::Walk { fid, new_fid, steps: Steps::default() };
-        match self.connection.tell(&request) {
+        let walked = self.connection.tell(&request);
+        self.note_walk(&walked);
+        match walked {
             Ok(()) => Ok(OwnedFid::new(&self.connection, new_fid)),
             Err(fail) => {
                 self.connection.free_fid(new_fid);

@@ -9,7 +9,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use rustix::fs::{CWD, Mode, OFlags};
-use socket2::{Domain, SockAddr, Socket, Type};
+use socket2::{Domain, SockAddr, SockRef, Socket, TcpKeepalive, Type};
+
+/// The idle time before the first keepalive probe, the interval, and the number of probes. A wait for a lock has no time
+/// limit, so only these find out that the server's machine is gone: after two minutes, when the server has dropped the locks.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
+const KEEPALIVE_COUNT: u32 = 4;
 
 /// Connects to a server, also after a lost connection.
 pub trait Transport: fmt::Debug + Send + Sync + 'static {
@@ -100,6 +106,8 @@ impl Tcp {
                     // Requests are written whole: waiting for more to fill a segment only delays them.
                     stream.set_nodelay(true)?;
                     stream.set_write_timeout(Some(timeout))?;
+                    let probes = TcpKeepalive::new().with_time(KEEPALIVE_IDLE).with_interval(KEEPALIVE_INTERVAL);
+                    SockRef::from(&stream).set_tcp_keepalive(&probes.with_retries(KEEPALIVE_COUNT))?;
                     return Ok(stream);
                 }
                 Err(error) => failed = error,
@@ -176,6 +184,18 @@ mod tests {
         Unix(long.join("s")).connect(Duration::from_secs(5)).unwrap();
         let missing = Unix(long.join("t")).connect(Duration::from_secs(5)).unwrap_err();
         assert_eq!(missing.kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_server_whose_machine_is_gone_is_noticed() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let server = Tcp { host: "127.0.0.1".into(), port: listener.local_addr().unwrap().port() };
+        let stream = server.socket(Duration::from_secs(5)).unwrap();
+        let socket = SockRef::from(&stream);
+        assert!(socket.keepalive().unwrap());
+        let after = socket.tcp_keepalive_time().unwrap()
+            + socket.tcp_keepalive_interval().unwrap() * socket.tcp_keepalive_retries().unwrap();
+        assert_eq!(after, Duration::from_secs(120));
     }
 
     #[test]

@@ -138,7 +138,6 @@ fn request(message_kind: u8, mut body: Body<'_>) -> Result<Request<'_>, FieldErr
         }
         kind::TGETLOCK => {
             let (fid, lock_kind) = (b.fid()?, lock_kind(b.u8()?)?);
-            ensure(lock_kind != LockKind::Unlock, "a lock test with type unlock")?;
             Request::Getlock { fid, lock: lock_request(lock_kind, b)? }
         }
         kind::TEVENTS => Request::Events { fid: b.fid()?, acknowledged: b.u64()?, wait_ms: b.u32()? },

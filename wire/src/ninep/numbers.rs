@@ -10,8 +10,8 @@ pub const WRITE_HEAD_BYTES: usize = HEADER_BYTES + 4 + 8 + 4;
 pub const READ_HEAD_BYTES: usize = HEADER_BYTES + 4;
 /// The maximum number of names in one Twalk (intro(5): MAXWELEM).
 pub const WALK_NAMES_MAX: usize = 16;
-/// The minimum message size. The longest replies that cannot be split (the target of a symbolic link, a list of
-/// attributes) fit into it, and Linux refuses less, too.
+/// The minimum message size, which is also Linux's. A symbolic link whose target has more than 4087 bytes cannot be read then:
+/// an Rreadlink has 9 bytes before the target.
 pub const MSIZE_MIN: u32 = 4096;
 /// "No user number": the name is used instead (`P9_NONUNAME`).
 pub const NO_UID: u32 = u32::MAX;

@@ -1,6 +1,6 @@
 //! Decodes R messages, for clients and tests.
 
-use ferry_vfs::{Attr, Errno, Statfs};
+use ferry_vfs::{Attr, Errno, FileType, Statfs, Timespec};
 
 use super::body::{DecodeError, VERSION_BYTES_MAX};
 use super::decode::{decode_message, lock_kind, lock_request};
@@ -81,8 +81,14 @@ fn errno(raw: u32) -> Errno {
     }
 }
 
-fn narrow(wide: u64) -> Result<u32, FieldError> {
-    u32::try_from(wide).map_err(|_| FieldError::invalid("a number out of range"))
+/// Servers on other systems send numbers that Linux does not have, in attributes that few callers need.
+fn saturate(wide: u64) -> u32 {
+    u32::try_from(wide).unwrap_or(u32::MAX)
+}
+
+fn time(b: &mut Body<'_>) -> Result<Timespec, FieldError> {
+    let (sec, nsec) = (b.u64()?.cast_signed(), b.u64()?);
+    Ok(Timespec { sec, nsec: saturate(nsec).min(999_999_999) })
 }
 
 fn statfs<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, FieldError> {
@@ -96,9 +102,10 @@ fn statfs<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, FieldError> {
 fn getattr(b: &mut Body<'_>) -> Result<Getattr, FieldError> {
     let (bits, qid) = (b.u64()?, b.qid()?);
     let (mode, uid, gid) = (b.u32()?, b.u32()?, b.u32()?);
-    let (nlink, rdev, size, blksize, blocks) =
-        (narrow(b.u64()?)?, narrow(b.u64()?)?, b.u64()?, narrow(b.u64()?)?, b.u64()?);
-    let (atime, mtime, ctime, btime) = (b.time()?, b.time()?, b.time()?, b.time()?);
+    let (nlink, rdev, size, blksize, blocks) = (saturate(b.u64()?), b.u64()?, b.u64()?, saturate(b.u64()?), b.u64()?);
+    let (atime, mtime, ctime, btime) = (time(b)?, time(b)?, time(b)?, time(b)?);
+    let is_device = matches!(FileType::from_raw_mode(mode), FileType::BlockDevice | FileType::CharacterDevice);
+    let rdev = u32::try_from(rdev).ok().filter(|_| is_device).unwrap_or(0);
     let (generation, _data_version) = (b.u64()?, b.u64()?);
     let attr = Attr {
         ino: qid.path,

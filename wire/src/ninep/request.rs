@@ -225,7 +225,7 @@ pub enum Request<'a> {
         /// The client held it before the server restarted.
         reclaim: bool,
     },
-    /// Tgetlock: returns a conflicting lock.
+    /// Tgetlock: returns a conflicting lock. Linux sends the type [`LockKind::Unlock`] for each test.
     Getlock { fid: Fid, lock: LockRequest<'a> },
     /// Tlink: creates a hard link to `fid` in `dir`.
     Link { dir: Fid, fid: Fid, name: Name<'a> },

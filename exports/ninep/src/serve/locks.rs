@@ -34,6 +34,7 @@ impl Context<'_> {
         if took || known && outcome.is_err() {
             open.locked_by(lock.owner.id);
         }
+        self.client.lock_owners_changed(&self.session.owner_count);
         match outcome {
             Ok(LockOutcome::Done) => Ok(Some(Reply::Lock(LockStatus::Success))),
             Ok(LockOutcome::Waiting) if waits => {
@@ -82,7 +83,9 @@ impl Context<'_> {
     /// Returns the conflicting lock. Its owner is known only for a process of the same client.
     pub(super) fn getlock<'a>(&self, fid: Fid, request: LockRequest<'a>) -> Result<Reply<'a>> {
         let (file, open) = self.session.open(fid)?;
-        let lock = self.wanted(&request);
+        // Linux's client replaces the type by that of an unlock (`v9fs_file_getlock`). Any lock conflicts with a write lock.
+        let kind = if request.kind == LockKind::Unlock { LockKind::Write } else { request.kind };
+        let lock = Lock { kind, ..self.wanted(&request) };
         let found = self.share.source.get_lock(&self.caller(file.user, None), file.node.ino, open.handle, &lock);
         let found = match found {
             Err(Errno::NOSYS) => return Err(Errno::NOLCK),

@@ -161,7 +161,12 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCa
             let (qid, generation) = (file.node.qid(&attr), file.node.generation);
             Reply::Getattr(Getattr { qid, attr: Attr { blksize, ..attr }, generation })
         }
-        Request::Clunk { fid } => cx.clunk(fid)?,
+        Request::Clunk { fid } => {
+            let reply = cx.clunk(fid);
+            // The fid's locks have ended.
+            cx.client.lock_owners_changed(&cx.session.owner_count);
+            reply?
+        }
         Request::Open { fid, flags } => cx.open(fid, flags)?,
         Request::Create { fid, name, flags, mode, gid } => cx.create(fid, name, flags, (mode, gid))?,
         Request::Readdir { fid, offset, bytes_max } => return cx.readdir(carrier, fid, offset, bytes_max),

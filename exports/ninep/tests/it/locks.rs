@@ -51,7 +51,11 @@ fn locks_are_real_and_are_seen() {
     assert_eq!(who(&mut one, LockKind::Write, 8), Ok((LockKind::Read, 10, 19, 7, b"test".to_vec())));
     assert_eq!(who(&mut other, LockKind::Write, 8).unwrap().0, LockKind::Read);
     assert_eq!(who(&mut other, LockKind::Read, 8), Ok((LockKind::Unlock, 10, 19, 8, b"test".to_vec())));
+    // Linux's client always sends this type.
+    assert_eq!(who(&mut one, LockKind::Unlock, 8).unwrap().0, LockKind::Read);
+    assert_eq!(who(&mut one, LockKind::Unlock, 7).unwrap().0, LockKind::Unlock, "its own");
     assert_eq!(one.lock(FILE, LockKind::Unlock, 7, false), Ok(LockStatus::Success));
+    assert_eq!(who(&mut one, LockKind::Unlock, 8).unwrap().0, LockKind::Unlock);
     assert_eq!(other.lock(FILE, LockKind::Write, 7, false), Ok(LockStatus::Success));
     assert_eq!(one.lock(Fid(0), LockKind::Write, 7, false), Err(Errno::BADF));
 }

@@ -20,6 +20,7 @@ mod listings;
 mod locks;
 mod lost_transfers;
 mod other_files;
+mod other_servers;
 mod reconnect;
 mod requests;
 mod slow_links;

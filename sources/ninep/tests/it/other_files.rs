@@ -9,7 +9,7 @@ use common::fake::{Act, FILE, Fake, file_attr, reply};
 use common::{CX, PATIENCE, name, write};
 use ferry_9p_client::{Cache, Client, Options};
 use ferry_vfs::*;
-use ferry_wire::ninep::{Fid, Getattr, Qid, Reply, Request};
+use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Qids, Reply, Request, Step, VERSION};
 
 const OTHER: Qid = Qid { path: 7, ..FILE };
 
@@ -25,6 +25,47 @@ fn becomes_so(what: &str, is_so: impl Fn() -> bool) {
 fn nothing_is_left(client: &Client) {
     let usage = client.usage();
     assert_eq!((usage.inodes, usage.handles), (0, 0));
+}
+
+/// Directories of a server, which sends inode numbers without devices: `a` and `b` are two files with one number, and `c` is a
+/// directory with the root's. `a` may be moved to `d`.
+#[test]
+fn files_with_one_number_are_told_apart() {
+    let is_moved = Arc::<AtomicBool>::default();
+    let (moved, dirs) = (Arc::clone(&is_moved), Mutex::<Vec<Fid>>::default());
+    let fake = Fake::new(move |tag, request| match *request {
+        Request::Version { msize, .. } => Some(reply(tag, &Reply::Version { msize, version: VERSION })),
+        Request::Walk { new_fid, steps, .. } => {
+            let step = steps.iter().last();
+            let is = |text| step == Some(Step::Child(name(text)));
+            dirs.lock().unwrap().retain(|fid| *fid != new_fid);
+            if is("c") {
+                dirs.lock().unwrap().push(new_fid);
+                let mut qids = Qids::default();
+                qids.push(Qid { kind: QidKind::DIR, version: 1, path: 1 });
+                return Some(reply(tag, &Reply::Walk(qids)));
+            }
+            let is_missing = is(if moved.load(Ordering::SeqCst) { "a" } else { "d" });
+            is_missing.then(|| reply(tag, &Reply::Error(Errno::NOENT)))
+        }
+        Request::Getattr { fid, .. } if dirs.lock().unwrap().contains(&fid) => {
+            let attr = Attr::new(Ino(1), FileType::Directory, 0o755);
+            let qid = Qid { kind: QidKind::DIR, version: 1, path: 1 };
+            Some(reply(tag, &Reply::Getattr(Getattr { qid, attr, generation: 0 })))
+        }
+        _ => None,
+    });
+    let client = fake.connect(Options::default()).unwrap();
+    let find = |text| client.lookup(&CX, Ino::ROOT, name(text)).unwrap();
+    for _ in 0..2 {
+        let [a, b, c] = ["a", "b", "c"].map(find);
+        assert_eq!((a.ino, b.ino, c.ino), (Ino(2), Ino(3), Ino(4)));
+        assert!(a.attr.ino != b.attr.ino && c.attr.ino != Ino::ROOT.0, "{a:?} {b:?} {c:?}");
+    }
+    is_moved.store(true, Ordering::SeqCst);
+    assert_eq!(["d", "b", "d"].map(|name| find(name).ino), [Ino(2), Ino(3), Ino(2)], "another client has renamed it");
+    [2, 3, 4].into_iter().for_each(|ino| client.forget(Ino(ino), 4));
+    nothing_is_left(&client);
 }
 
 /// The fids that files were made by, and those that ended.

@@ -136,6 +136,8 @@ pub(super) fn replies(seed: &Seed) -> Vec<Reply<'_>> {
     let qid = seed.qid(0);
     let mut qids = Qids::default();
     (0..seed.names.len()).for_each(|at| qids.push(seed.qid(at)));
+    let kind = FileType::from_raw_mode(seed.u32(1));
+    let is_device = matches!(kind, FileType::BlockDevice | FileType::CharacterDevice);
     let attr = Attr {
         ino: qid.path,
         size: seed.words[1],
@@ -148,7 +150,7 @@ pub(super) fn replies(seed: &Seed) -> Vec<Reply<'_>> {
         nlink: seed.u32(2),
         uid: seed.u32(3),
         gid: seed.u32(4),
-        rdev: seed.u32(5),
+        rdev: if is_device { seed.u32(5) } else { 0 },
         blksize: seed.u32(6),
         submount: false,
     };

@@ -3,7 +3,7 @@
 mod malformed;
 mod material;
 
-use ferry_vfs::{DirItem, FileType, Name, OFlags};
+use ferry_vfs::{Attr, DirItem, FileType, Ino, Name, OFlags};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -162,6 +162,24 @@ fn messages_have_the_layout_of_linux() {
     for (request, bytes) in cases {
         assert_eq!(encoded(&request, Tag(7)), bytes, "{request:?}");
     }
+}
+
+/// FreeBSD sends all bits for the device number of what is no device.
+#[test]
+fn attributes_that_linux_does_not_have_are_cut() {
+    let attr = Attr::new(Ino(2), FileType::RegularFile, 0o600);
+    let mut message = Vec::new();
+    Reply::Getattr(Getattr { qid: Qid::default(), attr, generation: 0 }).encode(Tag(1), &mut message);
+    for field in [40, 48, 64, 88] {
+        message[field..field + 8].fill(0xff);
+    }
+    let Ok((_, Reply::Getattr(Getattr { attr, .. }))) = Reply::decode(&message) else { panic!("it is refused") };
+    assert_eq!((attr.nlink, attr.rdev, attr.blksize, attr.atime.nsec), (u32::MAX, 0, u32::MAX, 999_999_999));
+    // A character device.
+    message[28..32].copy_from_slice(&0o020_600_u32.to_le_bytes());
+    message[48..56].copy_from_slice(&0x105_u64.to_le_bytes());
+    let device = Reply::decode(&message).unwrap().1;
+    assert!(matches!(device, Reply::Getattr(Getattr { attr: Attr { rdev: 0x105, .. }, .. })), "{device:?}");
 }
 
 #[test]
