@@ -23,6 +23,7 @@ use agents::RenewedAgents;
 pub(crate) use response::Response;
 
 mod agents;
+mod proxy;
 mod response;
 
 /// The maximum number of attempts.
@@ -365,17 +366,18 @@ impl Client {
             builder = builder.header(name, value);
         }
         let invalid = |error| failed(ureq::Error::Http(error));
+        let is_direct = proxy::is_direct(&request.url);
         let begun = Instant::now();
         let outcome = match upload {
             Some(Upload { reader, bytes }) => {
                 let built = builder.header(header::CONTENT_LENGTH, *bytes).body(SendBody::from_reader(*reader));
-                let request = limit(agent.configure_request(built.map_err(invalid)?), patience, time);
+                let request = limit(agent.configure_request(built.map_err(invalid)?), (patience, time), is_direct);
                 // A registry is silent while it stores what it was sent.
                 agent.run(request.timeout_per_read(Some(time)).build())
             }
             None => {
                 let built = builder.body(()).map_err(invalid)?;
-                agent.run(limit(agent.configure_request(built), patience, time).build())
+                agent.run(limit(agent.configure_request(built), (patience, time), is_direct).build())
             }
         };
         if outcome.is_ok() {
@@ -414,7 +416,12 @@ impl Client {
 }
 
 /// Limits a request: how long the server may be silent, and how long all of it may take.
-fn limit<B: AsSendBody>(request: Configured<B>, patience: Duration, time: Duration) -> Configured<B> {
+fn limit<B: AsSendBody>(
+    request: Configured<B>,
+    (patience, time): (Duration, Duration),
+    is_direct: bool,
+) -> Configured<B> {
+    let request = if is_direct { request.proxy(None) } else { request };
     let (patience, time) = (Some(patience), Some(time));
     let request = request.timeout_connect(patience).timeout_resolve(patience);
     // A long body has a long time as a whole.
