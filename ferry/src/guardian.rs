@@ -6,8 +6,8 @@
 //! that aborts the connection, and writes to it when the server dies.
 //!
 //! A pipe or a pidfd would not report the server's death, because they also wait for the last thread. Instead the kernel sends a
-//! signal (`PR_SET_PDEATHSIG`) when the thread that started the guardian exits. That thread only replaces a guardian that has ended, so
-//! nothing can block it.
+//! signal (`PR_SET_PDEATHSIG`) when the thread that started the guardian exits. That thread does nothing else, so nothing can
+//! block it.
 //!
 //! Where a next server is expected, the guardian also holds the connection itself, and aborts it only if that server does not come
 //! ([`WaitingGuardians`]).
@@ -18,21 +18,19 @@
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, PipeReader, PipeWriter, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use ferry_fuse::Resumable;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open, pidfd_send_signal};
 use rustix::thread::gettid;
 use signal_hook::iterator::Signals;
@@ -46,10 +44,6 @@ const NAME: &str = "ferry-guardian";
 
 /// How often the end of a killed server is looked for: all of its threads close its files.
 const EXIT_TICK: Duration = Duration::from_millis(1);
-
-/// The pause before a guardian that has ended is replaced. It doubles while each ends soon or cannot be started.
-const RESTART_PAUSE_MIN: Duration = Duration::from_millis(100);
-const RESTART_PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// The signal on the server's death.
 const SERVER_DEATH: Signal = Signal::USR1;
@@ -86,8 +80,7 @@ const PACKS: &str = "packs";
 
 /// The guardian of one mount. Drop it when the mount is gone.
 pub struct Guardian {
-    /// Closed when the mount is gone.
-    over: Option<PipeWriter>,
+    over: Option<Sender<()>>,
     keeper: Option<JoinHandle<()>>,
 }
 
@@ -116,11 +109,11 @@ impl Guardian {
             }
         };
         let (told, outcome) = channel();
-        let (mount_end, over) = io::pipe().context("cannot create a pipe")?;
+        let (over, wait) = channel();
         let keeper = std::thread::Builder::new().name("guardian".into());
         let keep = move || {
             command.arg(format!("/proc/{}/task/{}", std::process::id(), gettid())).args(args);
-            keep(command, &told, &mount_end);
+            keep(command, &told, &wait);
         };
         let keeper = keeper.spawn(keep).context("cannot start a thread")?;
         let guardian = Self { over: Some(over), keeper: Some(keeper) };
@@ -139,52 +132,25 @@ impl Drop for Guardian {
     }
 }
 
-/// Runs on the thread whose exit the guardian watches; it replaces a guardian that ends before the mount. `command` keeps the task's
-/// files for that.
-fn keep(mut command: Command, told: &Sender<Result<()>>, mount_end: &PipeReader) {
+/// Runs on the thread whose exit the guardian watches; it does nothing after the start.
+fn keep(command: Command, told: &Sender<Result<()>>, over: &Receiver<()>) {
     // The receiver of the outcome waits for it.
-    let mut child = match begin(&mut command) {
-        Ok(child) => child,
-        Err(error) => return drop(told.send(Err(error))),
-    };
-    drop(told.send(Ok(())));
-    let mut pause = RESTART_PAUSE_MIN;
-    loop {
-        let begun = Instant::now();
-        let process = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
-        if is_mount_over(mount_end, process.as_ref().ok().map(AsFd::as_fd), None) {
-            return end(&mut child);
+    match begin(command) {
+        Err(error) => drop(told.send(Err(error))),
+        Ok(mut child) => {
+            drop(told.send(Ok(())));
+            // Returns when the sender is dropped.
+            let _ = over.recv();
+            end(&mut child);
         }
-        let status = child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
-        tracing::warn!("the guardian {} of a mount has ended ({status}); another one is started", child.id());
-        if begun.elapsed() >= RESTART_PAUSE_MAX {
-            pause = RESTART_PAUSE_MIN;
-        }
-        child = loop {
-            if is_mount_over(mount_end, None, Some(pause)) {
-                return;
-            }
-            pause = (pause * 2).min(RESTART_PAUSE_MAX);
-            match begin(&mut command) {
-                Ok(child) => break child,
-                Err(error) => tracing::warn!("a mount has no guardian: {error:#}"),
-            }
-        };
     }
 }
 
-/// Waits until the mount is gone, the guardian has ended, or the time has passed. Returns whether the mount is gone.
-fn is_mount_over(mount_end: &PipeReader, guardian: Option<BorrowedFd<'_>>, time: Option<Duration>) -> bool {
-    let mut polled = vec![PollFd::new(mount_end, PollFlags::IN)];
-    polled.extend(guardian.map(|guardian| PollFd::from_borrowed_fd(guardian, PollFlags::IN)));
-    let time = time.and_then(|time| Timespec::try_from(time).ok());
-    while poll(&mut polled, time.as_ref()) == Err(Errno::INTR) {}
-    !polled[0].revents().is_empty()
-}
-
 /// Starts the process, and waits until it is ready.
-fn begin(command: &mut Command) -> Result<Child> {
+fn begin(mut command: Command) -> Result<Child> {
     let mut child = command.spawn().context("cannot start its process")?;
+    // Closes this process's copy of the task's file.
+    drop(command);
     let mut said = String::new();
     let stderr = child.stderr.take().expect("it is piped");
     // The guardian closes it when it is ready, or writes an error.

@@ -17,7 +17,7 @@ use url::Url;
 
 use crate::error::{Error, Result};
 use crate::hosts::Host;
-use crate::resolver::{THIS_MACHINE, ThisMachine, is_loopback, names_this_machine};
+use crate::resolver::{THIS_MACHINE, ThisMachine, is_loopback, names_this_machine, shown};
 
 use agents::RenewedAgents;
 pub(crate) use response::Response;
@@ -36,8 +36,6 @@ const PAUSE_MAX: Duration = Duration::from_secs(10);
 const REDIRECTS_MAX: u32 = 5;
 /// The minimum speed of a transfer, in bytes per second.
 const SPEED_MIN: u64 = 64 << 10;
-/// The maximum number of idle connections.
-const IDLE_MAX: usize = 32;
 
 /// A request with settings of its own.
 type Configured<B> = ConfigBuilder<HttpCrateScope<B>>;
@@ -83,7 +81,7 @@ impl Default for Options {
         Self {
             plain_http: false,
             limits: Limits::default(),
-            requests_max: IDLE_MAX,
+            requests_max: agents::IDLE_MAX,
             hosts: Vec::new(),
             credentials: None,
             pull_credentials: None,
@@ -203,15 +201,6 @@ impl Upload<'_> {
     pub(crate) fn rewind(&mut self) -> Result<()> {
         self.reader.rewind().map_err(Error::Sink)
     }
-}
-
-/// Returns a URL without secrets.
-pub(crate) fn shown(url: &Url) -> String {
-    let mut url = url.clone();
-    url.set_query(None);
-    // URLs that cannot have credentials have none.
-    let _ = url.set_username("").and_then(|()| url.set_password(None));
-    url.into()
 }
 
 /// Checks whether a redirect is allowed, as far as the URL shows; `is_local`: also to this machine. [`crate::resolver::RemoteResolver`]

@@ -18,11 +18,12 @@ use url::Url;
 use crate::credentials::{Credentials, Found};
 use crate::error::{Error, Result};
 use crate::hosts::Host;
-use crate::http::{Client, Options, Request, Response, Upload, shown};
+use crate::http::{Client, Options, Request, Response, Upload};
 use crate::manifest::{Blob, MANIFEST_BYTES_MAX, Sha256, accepted};
 use crate::reference::Version;
 use crate::referrers;
 use crate::resolver::is_loopback;
+use crate::resolver::shown;
 
 /// With it, a registry says that it knows the subject of a manifest.
 const SUBJECT_HEADER: header::HeaderName = header::HeaderName::from_static("oci-subject");

@@ -92,6 +92,15 @@ fn is_this_machine(address: SocketAddr) -> bool {
     source.is_ok_and(|source| source.ip() == ip)
 }
 
+/// Returns a URL without secrets.
+pub(crate) fn shown(url: &Url) -> String {
+    let mut url = url.clone();
+    url.set_query(None);
+    // URLs that cannot have credentials have none.
+    let _ = url.set_username("").and_then(|()| url.set_password(None));
+    url.into()
+}
+
 /// Returns whether a URL has a loopback address, or the name `localhost`.
 pub(crate) fn is_loopback(url: &Url) -> bool {
     match url.host() {

@@ -550,29 +550,6 @@ fn the_log_is_followed_for_one_file() {
     until("its end", || !runs(pid));
 }
 
-/// A mount lives for weeks: a guardian that was killed in the first must not be missing in the second.
-#[test]
-fn a_killed_guardian_is_replaced() {
-    needs_fuse!();
-    let place = Place::new();
-    let pid = place.mounted(&[]);
-    let begin = format!("ferry-guardian\0/proc/{}/", pid.as_raw_nonzero());
-    let guardian = || {
-        let pids =
-            fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        let line = |pid: i32| fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        pids.filter(|pid| line(*pid).starts_with(begin.as_bytes())).find_map(Pid::from_raw)
-    };
-    for _ in 0..2 {
-        let first = guardian().expect("it is ready before the mount");
-        kill_process(first, Signal::KILL).unwrap();
-        until("another guardian", || guardian().is_some_and(|next| next != first));
-    }
-    assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
-    place.unmount(pid);
-    until("the end of the guardian", || guardian().is_none());
-}
-
 /// As when a server is killed while its guardian is starting: the thread that it would have heard from has ended.
 #[test]
 fn a_guardian_that_comes_too_late_ends_the_connection() {

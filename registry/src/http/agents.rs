@@ -12,12 +12,13 @@ use ureq::Agent;
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 use ureq::unversioned::transport::{Connector, DefaultConnector};
 
-use super::{IDLE_MAX, shown};
 use crate::error::{Error, Result};
 use crate::hosts::Host;
 use crate::identities::{self, Identity};
-use crate::resolver::{OriginResolver, RemoteResolver};
+use crate::resolver::{OriginResolver, RemoteResolver, shown};
 
+/// The maximum number of idle connections.
+pub(super) const IDLE_MAX: usize = 32;
 /// The time between two reads of the files after failures of TLS: a read takes some milliseconds, and a server may fail for long.
 const READ_PAUSE: Duration = Duration::from_secs(5);
 /// The time between two looks at whether a host's own files have changed.

@@ -30,6 +30,7 @@ mod images;
 mod lookup;
 mod name;
 mod options;
+mod remove_unused;
 mod source;
 mod tree;
 

@@ -246,7 +246,8 @@ fn requests_that_are_no_whole_blocks_are_refused() {
     for cache in [Cache::None, Cache::Writeback] {
         let options = Options { cache: Some(cache), ..Options::default() };
         let disk = DiskServer::of(device.0.clone(), directory(Place::Disk), &options);
-        let mut driver = Driver::connect(&disk.socket, config(FEATURES)).unwrap();
+        // With F_BLK_SIZE; other drivers use sectors.
+        let mut driver = Driver::connect(&disk.socket, config(FEATURES | 1 << 6)).unwrap();
         // The size of a block, in the configuration space (5.2.4).
         assert_eq!(driver.read_config(20, 4).unwrap(), 4096u32.to_le_bytes());
         for (at, bytes, status) in [

@@ -25,7 +25,7 @@ const T_IN: u32 = 0;
 const T_OUT: u32 = 1;
 const T_FLUSH: u32 = 4;
 /// A flush in drivers of virtio 0.9, which some still send (illumos).
-const T_FLUSH_OUT: u32 = 5;
+const FLUSH_OF_OLD_DRIVERS: u32 = 5;
 const T_GET_ID: u32 = 8;
 const T_DISCARD: u32 = 11;
 const T_WRITE_ZEROES: u32 = 13;
@@ -193,7 +193,7 @@ impl Request {
             T_IN => Ok(Self::Read { offset: limits.blocks(sector, room)?, bytes: room }),
             T_OUT | T_DISCARD | T_WRITE_ZEROES if limits.read_only => Err(Refusal::ReadOnly),
             T_OUT => Ok(Self::Write { offset: limits.blocks(sector, sent)?, bytes: sent }),
-            T_FLUSH | T_FLUSH_OUT => Ok(Self::Flush),
+            T_FLUSH | FLUSH_OF_OLD_DRIVERS => Ok(Self::Flush),
             T_GET_ID => Ok(Self::Id { bytes: room.min(ID_BYTES) }),
             T_DISCARD if limits.discard => Ok(Self::Discard { ranges: count_ranges(sent)? }),
             T_WRITE_ZEROES => Ok(Self::WriteZeroes { ranges: count_ranges(sent)? }),
