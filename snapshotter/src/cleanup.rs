@@ -6,6 +6,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use crate::api::Kind;
 use crate::erofs;
@@ -14,6 +15,10 @@ use crate::layers::{may_pass, unmount_in};
 use crate::metadata::{Record, RemoteLayers};
 use crate::running::Running;
 use crate::snapshotter::Snapshotter;
+
+/// How often, and at which times, a collection is repeated while other processes use the store.
+const COLLECTIONS_MAX: u32 = 60;
+const COLLECTION_PAUSE: Duration = Duration::from_secs(1);
 
 impl Snapshotter {
     /// Removes the directories of recorded images, and images that were not recorded.
@@ -88,9 +93,16 @@ impl Snapshotter {
             lazy.wait_for_pulls();
             // A collection that is skipped from now on starts another thread.
             drop(waiting);
-            if let Some(all) = snapshotter.upgrade() {
+            for _ in 0..COLLECTIONS_MAX {
+                let Some(all) = snapshotter.upgrade() else { return };
                 log_failure(all.collect());
                 all.collect_in_background();
+                if !all.layers.has_garbage() {
+                    return;
+                }
+                // The process of a pull that has failed may still use the store.
+                drop(all);
+                thread::sleep(COLLECTION_PAUSE);
             }
         };
         if let Err(error) = thread::Builder::new().name("collect".into()).spawn(collect) {

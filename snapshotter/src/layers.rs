@@ -338,6 +338,11 @@ impl Layers {
         unmount_in(&self.directories.snapshot(id))
     }
 
+    /// Whether packs may be unused.
+    pub fn has_garbage(&self) -> bool {
+        self.has_garbage.load(Ordering::Relaxed)
+    }
+
     /// Records that the image of a layer was removed.
     pub fn note_garbage(&self) {
         self.has_garbage.store(true, Ordering::Relaxed);

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -314,6 +314,48 @@ fn a_silent_registry_or_a_missing_program_delays_a_pull_and_no_more() {
     place.server.configure("[lazy]\nfrom = [\"*\"]\nprogram = \"/nowhere/ferry\"\n");
     let mut client = place.server.start_again();
     assert!(place.prepare(&mut client, 0, "", place.labels(0)).is_err());
+}
+
+/// containerd asks for it once.
+#[test]
+fn garbage_that_a_pull_keeps_is_collected_after_the_pull() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::new(layers(Format::Estargz));
+    let mut client = place.server.client();
+    place.pull(&mut client);
+    let process = place.process().expect("it serves").as_raw_nonzero();
+    ["sha256:chain-1", "sha256:chain-0"].iter().for_each(|name| client.remove(name).unwrap());
+    until("the end of the process", || !Path::new(&format!("/proc/{process}")).exists());
+    let packs = place.server.root().join("store/packs");
+    let count = || fs::read_dir(&packs).unwrap().flatten().filter(|pack| pack.file_name() != "table").count();
+    let [is_held, is_asked] = [true, false].map(|is_so| Arc::new(AtomicBool::new(is_so)));
+    let (held, asked) = (Arc::clone(&is_held), Arc::clone(&is_asked));
+    place.fake.fault(move |_, reply| {
+        asked.store(true, Ordering::SeqCst);
+        while held.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(5));
+        }
+        reply
+    });
+    let mut labels = place.labels(0);
+    let missing = format!("sha256:{}", "0".repeat(64));
+    labels.insert("containerd.io/snapshot/cri.image-ref".into(), format!("{}/os/app:2", place.fake.address));
+    labels.insert("containerd.io/snapshot/cri.manifest-digest".into(), missing);
+    thread::scope(|scope| {
+        let pull = scope.spawn(|| {
+            let mut client = Client::connect(&place.server.socket()).unwrap();
+            place.prepare(&mut client, 0, "", labels)
+        });
+        until("a request", || is_asked.load(Ordering::SeqCst));
+        client.cleanup().unwrap();
+        let kept = count();
+        is_held.store(false, Ordering::SeqCst);
+        pull.join().unwrap().unwrap_err();
+        assert!(kept > 0);
+    });
+    until("the collection", || count() == 0);
 }
 
 /// Labels that do not fit the image: an older manifest of the tag, another layer, another table; and repositories that are not listed.
