@@ -214,7 +214,8 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
     /// Records a result of a ring. Returns the transfer's outcome, or `None` if bytes are left.
     pub fn advance(&mut self, result: io::Result<usize>) -> Option<io::Result<usize>> {
         // A ring returns EAGAIN while a disk has no free tag (Linux 5.10 to 6.1).
-        let may_retry = io_hints::with_place(&self.file) & REMOTE == 0;
+        let is_busy = result.as_ref().err().and_then(io::Error::raw_os_error) == Some(libc::EAGAIN);
+        let may_retry = is_busy && io_hints::with_place(&self.file) & REMOTE == 0;
         self.record(result, may_retry)
     }
 
