@@ -16,7 +16,7 @@ use crate::metadata::{Record, RemoteLayers};
 use crate::running::Running;
 use crate::snapshotter::Snapshotter;
 
-/// How often, and at which times, a collection is repeated while other processes use the store.
+/// How often a collection is tried while other processes use the store, and the pause between two tries.
 const COLLECTIONS_MAX: u32 = 60;
 const COLLECTION_PAUSE: Duration = Duration::from_secs(1);
 
