@@ -103,7 +103,32 @@ impl ServingThread {
 
 impl Drop for ServingThread {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            tracing::error!("a thread of the mount has panicked: the mount ends, because requests would wait for ever");
+            self.0.mark_ended();
+        }
         *lock(&self.0.threads) -= 1;
         self.0.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_of_a_serving_thread_ends_the_connection() {
+        let end = Arc::new(ConnectionEnd::default());
+        for panics in [false, true] {
+            *lock(&end.threads) += 1;
+            let present = ServingThread(Arc::clone(&end));
+            let thread = std::thread::spawn(move || {
+                assert!(!panics, "this panic is part of the test");
+                drop(present);
+            });
+            assert_eq!(thread.join().is_err(), panics);
+            assert_eq!(end.is_ended(), panics);
+        }
+        assert_eq!(end.wait_for_threads(Duration::ZERO), 0);
     }
 }

@@ -12,7 +12,6 @@ use ferry_serve::{FuseCarrier, HEADER_BYTES, ServeOutcome, Server, is_limited};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Ino};
 use ferry_wire::fuse::{Opcode, encode_error};
-use rustix::thread::sched_getcpu;
 
 use super::carrier::RingCarrier;
 use super::kick::{NOTIFY_REPLY, kick, kick_by_stat};
@@ -444,9 +443,7 @@ impl<'a> Worker<'a> {
     fn kick(&self, times: usize) -> usize {
         let Self { queue, .. } = self;
         // The kernel sends the message to the queue of this CPU. It unbinds threads of a CPU that goes offline.
-        if sched_getcpu() != queue.cpu {
-            stay_on(queue.cpu);
-        }
+        stay_on(queue.cpu);
         let file = queue.kept.load(Ordering::Relaxed);
         let one = |_: &usize| {
             let number = queue.kicks.fetch_add(1, Ordering::Relaxed) << u16::BITS | u64::from(queue.id);
