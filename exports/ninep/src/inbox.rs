@@ -17,7 +17,7 @@ pub(crate) struct Inbox {
     pub(crate) end: usize,
     /// Bytes on the client's account: the memory that is kept while no thread serves the connection.
     pub(crate) charged_bytes: usize,
-    /// The time since which it has data, and no message was taken.
+    /// The time since which it has data, no message was taken, and the server did not delay that.
     pub(crate) since: Option<Instant>,
 }
 

@@ -1,4 +1,7 @@
 //! TCP keepalive: how long a silent client may be unreachable.
+//!
+//! Linux sends no probes while data are unacknowledged, or the client has no room for them. TCP_USER_TIMEOUT limits
+//! that time.
 
 use std::os::fd::AsFd;
 use std::sync::Mutex;
@@ -28,7 +31,14 @@ pub(crate) fn begin(socket: impl AsFd) {
     let _ = sockopt::set_socket_keepalive(&socket, true);
     let _ = sockopt::set_tcp_keepidle(&socket, IDLE);
     let _ = sockopt::set_tcp_keepintvl(&socket, INTERVAL);
-    let _ = sockopt::set_tcp_keepcnt(&socket, PROBES);
+    limit(&socket, PROBES);
+}
+
+/// Sets the time limit: that of this many probes, also while none are sent.
+fn limit(socket: impl AsFd, probes: u32) {
+    let time_ms = u32::try_from((IDLE + INTERVAL * probes).as_millis()).unwrap_or(u32::MAX);
+    let _ = sockopt::set_tcp_keepcnt(&socket, probes);
+    let _ = sockopt::set_tcp_user_timeout(&socket, time_ms);
 }
 
 impl Keepalive {
@@ -38,7 +48,7 @@ impl Keepalive {
         // Under the lock: the last of concurrent calls sees the last number.
         let now = owners.load(Ordering::Acquire) > 0;
         if std::mem::replace(&mut *has_locks, now) != now {
-            let _ = sockopt::set_tcp_keepcnt(&socket, if now { PROBES_WITH_LOCKS } else { PROBES });
+            limit(&socket, if now { PROBES_WITH_LOCKS } else { PROBES });
         }
     }
 }
@@ -56,9 +66,10 @@ mod tests {
         let patience = || {
             let [idle, interval] =
                 [sockopt::tcp_keepidle(&socket), sockopt::tcp_keepintvl(&socket)].map(Result::unwrap);
-            idle + interval * sockopt::tcp_keepcnt(&socket).unwrap()
+            let unacknowledged = Duration::from_millis(sockopt::tcp_user_timeout(&socket).unwrap().into());
+            [idle + interval * sockopt::tcp_keepcnt(&socket).unwrap(), unacknowledged]
         };
-        let minutes = |minutes: u64| Duration::from_secs(60 * minutes);
+        let minutes = |minutes: u64| [Duration::from_secs(60 * minutes); 2];
         assert_eq!(patience(), minutes(20));
         let keepalive = Keepalive::default();
         keepalive.update(&socket, &AtomicUsize::new(1));

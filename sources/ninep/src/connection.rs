@@ -68,7 +68,7 @@ fn is_harmless(request_kind: u8) -> bool {
 }
 
 /// Returns whether servers that have a limit of fids use this error for it.
-fn is_shortage(errno: Errno) -> bool {
+pub(crate) fn is_shortage(errno: Errno) -> bool {
     matches!(errno, Errno::RANGE | Errno::MFILE | Errno::NFILE | Errno::NOBUFS)
 }
 
@@ -165,7 +165,7 @@ pub(crate) struct Connection {
     fids: Mutex<Fids>,
     /// Signals that no Tclunk is under way.
     clunked: Condvar,
-    /// A Twalk has failed because the server had no room for another fid.
+    /// A request that makes a fid has failed because the server had no room for it.
     is_short_of_fids: AtomicBool,
     /// The connections that end with this one.
     bound: Mutex<Vec<Weak<Connection>>>,
@@ -562,7 +562,7 @@ impl Connection {
         lock(&self.fids).free.insert(fid.0);
     }
 
-    /// Records the outcome of a Twalk.
+    /// Records the outcome of a request that makes a fid.
     pub(crate) fn note_walk<T>(&self, walked: &Outcome<T>) {
         if matches!(walked, Err(RequestError::Errno(errno)) if is_shortage(*errno)) {
             self.is_short_of_fids.store(true, Ordering::Relaxed);

@@ -13,7 +13,7 @@ use ferry_wire::ninep::{Reply, Request};
 use crate::cache::CachedFile;
 use crate::change_count::count_change;
 use crate::client::{WANTED, attributes};
-use crate::connection::{Outcome, RequestError};
+use crate::connection::{Outcome, RequestError, is_shortage};
 use crate::extra_connections::ExtraFids;
 use crate::key::Key;
 use crate::locks::OwnLocks;
@@ -167,8 +167,9 @@ impl Inode {
         }
         match self.find_at(session, &session.root(options.uid, options)?, self.place()) {
             Ok(_) => Ok(true),
-            Err(RequestError::Errno(_)) => Ok(false),
-            Err(lost) => Err(lost),
+            Err(RequestError::Errno(Errno::NOENT | Errno::NOTDIR | Errno::STALE)) => Ok(false),
+            // Whether it is there is unknown. If they were merged, data of one could be written to the other.
+            Err(fail) => Err(fail),
         }
     }
 
@@ -267,7 +268,7 @@ impl Inode {
         // Its last name is gone, and it may have another one.
         let former = lock(&self.former).clone().ok_or(errno)?;
         match self.find_at(session, &root, Some(former)) {
-            Err(RequestError::Errno(_)) => Err(RequestError::Errno(errno)),
+            Err(RequestError::Errno(other)) if !is_shortage(other) => Err(RequestError::Errno(errno)),
             found => found,
         }
     }

@@ -127,7 +127,7 @@ impl Link {
 
     /// Makes room for fids at the server, which are looked up again when they are needed. Returns false where the server tells
     /// only of files with fids what others do.
-    fn release_fids(&self, session: &Session) -> bool {
+    pub(crate) fn release_fids(&self, session: &Session) -> bool {
         let Some(shared) = self.shared.get().and_then(Weak::upgrade).filter(|_| !self.has_events) else { return false };
         shared.inodes.drop_fids();
         session.wait_for_clunks();
@@ -146,6 +146,9 @@ impl Link {
             match Session::begin(&*self.transport, &self.options, broken.serial + 1, counts) {
                 Ok(session) => {
                     let session = Arc::new(session);
+                    // It is the same server.
+                    let by_node = broken.locks_by_node.load(Ordering::Relaxed);
+                    session.locks_by_node.store(by_node, Ordering::Relaxed);
                     restore(&session);
                     if !session.is_broken() {
                         tracing::info!("the 9P server at {} is back", self.address());

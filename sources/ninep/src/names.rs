@@ -169,6 +169,22 @@ impl Shared {
         self.make(cx, dir, name, |dir, (gid, _)| Outgoing::new(&Request::Symlink { dir, name, target, gid }))
     }
 
+    /// Finds a file that was created and is open. Its errors do not make the caller create it again.
+    fn find_created(&self, session: &Arc<Session>, dir: &Arc<Inode>, name: Name<'_>) -> Outcome<Entry> {
+        let is_short =
+            |fail: &RequestError| matches!(fail, RequestError::Errno(errno) if session.is_short_of_fids(*errno));
+        let mut found = self.find(session, dir, name);
+        if found.as_ref().is_err_and(is_short) && self.link.release_fids(session) {
+            found = self.find(session, dir, name);
+        }
+        found.map_err(|fail| match fail {
+            // It is no longer open.
+            RequestError::Lost { .. } => RequestError::Lost { harmless: false },
+            fail if is_short(&fail) => RequestError::Errno(Errno::IO),
+            fail => fail,
+        })
+    }
+
     pub(crate) fn create(
         self: &Arc<Self>,
         cx: &Caller<'_>,
@@ -181,20 +197,14 @@ impl Shared {
         let (mode, flags) = (new.mode & !new.umask & PERMISSIONS, flags & CREATE_FLAGS);
         let (gid, _) = self.group_in(&dir, cx)?;
         let (held, made, entry) = self.change_names(&[(&dir, name)], |session| {
-            let fid = self.callers_dir(session, cx, &dir)?;
-            let held = session.clone_of(fid.fid())?;
+            let held = session.clone_of(self.callers_dir(session, cx, &dir)?.fid())?;
             let request = Request::Create { fid: held.fid(), name, flags, mode, gid };
             let made = session.ask(&request, |reply| match reply {
                 Reply::Create { qid, .. } => Some(qid),
                 _ => None,
             })?;
             self.publish_entry(cx, &dir, name);
-            // It is created: if the connection is lost now, it is no longer open, and the caller must learn that.
-            let entry = self.find(session, &dir, name).map_err(|fail| match fail {
-                RequestError::Lost { .. } => RequestError::Lost { harmless: false },
-                other => other,
-            })?;
-            Ok((held, made, entry))
+            Ok((held, made, self.find_created(session, &dir, name)?))
         })?;
         let open = || {
             let inode = self.inodes.get(entry.ino)?;

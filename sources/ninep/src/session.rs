@@ -9,7 +9,7 @@ use ferry_vfs::Errno;
 use ferry_vfs::sync::lock;
 use ferry_wire::ninep::{Fid, MSIZE_MIN, Qid, Reply, Request, Steps, User, VERSION, VERSION_OF_FERRY};
 
-use crate::connection::{Connection, Counts, Outcome, Outgoing, RequestError};
+use crate::connection::{Connection, Counts, Outcome, Outgoing, RequestError, is_shortage};
 use crate::event_batch::EventBatch;
 use crate::options::{Error, Options};
 use crate::transport::Transport;
@@ -176,17 +176,15 @@ impl Session {
         }
         let fid = self.connection.new_fid();
         let request = Request::Attach { fid, afid: Fid::NONE, user: user(b"", uid), tree: &options.tree };
-        match self.connection.tell(&request) {
-            Ok(()) => {}
-            Err(fail) => {
-                self.connection.free_fid(fid);
-                // A user who may not attach may not do the operation either.
-                let is_short = |errno| matches!(errno, Errno::NOMEM | Errno::NFILE | Errno::MFILE | Errno::NOBUFS);
-                return Err(match fail {
-                    RequestError::Errno(errno) if !is_short(errno) => RequestError::Errno(Errno::ACCESS),
-                    fail => fail,
-                });
-            }
+        let attached = self.connection.tell(&request);
+        self.note_walk(&attached);
+        if let Err(fail) = attached {
+            self.connection.free_fid(fid);
+            // A user who may not attach may not do the operation either.
+            return Err(match fail {
+                RequestError::Errno(errno) if errno != Errno::NOMEM && !is_shortage(errno) => Errno::ACCESS.into(),
+                fail => fail,
+            });
         }
         let root = OwnedFid::new(&self.connection, fid);
         let mut users = lock(&self.users);

@@ -107,7 +107,10 @@ impl Tcp {
                     stream.set_nodelay(true)?;
                     stream.set_write_timeout(Some(timeout))?;
                     let probes = TcpKeepalive::new().with_time(KEEPALIVE_IDLE).with_interval(KEEPALIVE_INTERVAL);
-                    SockRef::from(&stream).set_tcp_keepalive(&probes.with_retries(KEEPALIVE_COUNT))?;
+                    let socket = SockRef::from(&stream);
+                    socket.set_tcp_keepalive(&probes.with_retries(KEEPALIVE_COUNT))?;
+                    // Linux sends no probes while data are unacknowledged.
+                    socket.set_tcp_user_timeout(Some(KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_COUNT))?;
                     return Ok(stream);
                 }
                 Err(error) => failed = error,
@@ -196,6 +199,7 @@ mod tests {
         let after = socket.tcp_keepalive_time().unwrap()
             + socket.tcp_keepalive_interval().unwrap() * socket.tcp_keepalive_retries().unwrap();
         assert_eq!(after, Duration::from_secs(120));
+        assert_eq!(socket.tcp_user_timeout().unwrap(), Some(after), "also while data are unacknowledged");
     }
 
     #[test]

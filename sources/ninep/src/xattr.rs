@@ -49,6 +49,10 @@ impl Shared {
                     Reply::Xattrwalk { bytes } => Some(bytes),
                     _ => None,
                 });
+                // ganesha has the same error for a long list.
+                if !name.is_empty() {
+                    session.note_walk(&walked);
+                }
                 let bytes = walked.inspect_err(|_| session.free_fid(new_fid))?;
                 let held = OwnedFid::new(session, new_fid);
                 if bytes > VALUE_BYTES_MAX {

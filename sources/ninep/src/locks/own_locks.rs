@@ -66,6 +66,13 @@ impl OwnLocks {
             .collect()
     }
 
+    /// Returns the first lock of a request's owner in its range.
+    pub(super) fn first_of_owner(&self, of: &Lock) -> Option<Lock> {
+        let owned = self.owners.get(&of.owner)?;
+        let (&start, &(kind, end)) = owned.ranges.range(..=of.end).find(|(_, (_, end))| *end >= of.start)?;
+        Some(Lock { kind, start, end, pid: owned.pid, ..*of })
+    }
+
     pub(super) fn has(&self, owner: LockOwner) -> bool {
         self.owners.contains_key(&owner)
     }

@@ -12,7 +12,7 @@ use common::fake::{Act, Fake, reply};
 use common::{CX, PATIENCE, Served, name, read, write};
 use ferry_9p_client::{Cache, Client, Options};
 use ferry_vfs::*;
-use ferry_wire::ninep::{LockStatus, Reply, Request};
+use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request, Tag};
 
 struct Opened {
     client: Client,
@@ -267,6 +267,132 @@ fn an_owner_has_a_bounded_number_of_locks_and_others_have_theirs() {
     assert_eq!(set(LockKind::Read, 2, RANGES_MAX), Ok(LockOutcome::Done));
     assert_eq!(set(LockKind::Unlock, 1, 0), Ok(LockOutcome::Done));
     assert_eq!(set(LockKind::Read, 1, RANGES_MAX), Ok(LockOutcome::Done));
+}
+
+/// An open file of such a server.
+fn opened_at(fake: &Fake, options: Options) -> Opened {
+    let client = fake.connect(options).unwrap();
+    let ino = client.lookup(&CX, Ino::ROOT, name("f")).unwrap().ino;
+    let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
+    Opened { client, ino, handle }
+}
+
+/// Whether the name of the owner is no host's: ganesha refuses that.
+fn has_own_name(lock: &LockRequest<'_>) -> bool {
+    lock.client.starts_with(b"ferry-")
+}
+
+#[test]
+fn two_processes_may_take_the_first_locks_at_once() {
+    let (sent, is_sent) = mpsc::channel::<()>();
+    let refused = Mutex::<Vec<Tag>>::default();
+    let fake = Fake::new(move |tag, request| {
+        let mut refused = refused.lock().unwrap();
+        match *request {
+            // The first is refused when both are there.
+            Request::Lock { lock, .. } if has_own_name(&lock) => {
+                refused.push(tag);
+                sent.send(()).unwrap();
+                let answer = |first| reply(first, &Reply::Error(Errno::INVAL));
+                Some(if refused.len() == 2 { answer(refused[0]) } else { Act::Silence })
+            }
+            Request::Lock { .. } => Some(reply(tag, &Reply::Lock(LockStatus::Success))),
+            // The second is refused when the first is granted.
+            Request::Statfs { .. } => {
+                let mut replies = Vec::new();
+                Reply::Error(Errno::INVAL).encode(refused[1], &mut replies);
+                Reply::Error(Errno::OPNOTSUPP).encode(tag, &mut replies);
+                Some(Act::Send(replies))
+            }
+            _ => None,
+        }
+    });
+    let one = opened_at(&fake, Options::default());
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| one.set(LockKind::Read, 1));
+        is_sent.recv_timeout(PATIENCE).unwrap();
+        let second = scope.spawn(|| one.set(LockKind::Read, 2));
+        assert_eq!(first.join().unwrap(), Ok(LockOutcome::Done));
+        assert_eq!(one.client.statfs(&CX, Ino::ROOT).unwrap_err(), Errno::OPNOTSUPP);
+        assert_eq!(second.join().unwrap(), Ok(LockOutcome::Done));
+    });
+}
+
+#[test]
+fn a_wait_has_the_name_that_the_server_takes_after_a_reconnect() {
+    let is_lost = AtomicBool::new(false);
+    let fake = Fake::new(move |tag, request| match *request {
+        // The connection ends by this, the first time.
+        Request::Statfs { .. } if !is_lost.swap(true, Ordering::SeqCst) => Some(Act::HangUp),
+        Request::Lock { lock, .. } if has_own_name(&lock) => Some(reply(tag, &Reply::Error(Errno::INVAL))),
+        Request::Lock { wait: false, .. } => Some(reply(tag, &Reply::Lock(LockStatus::Blocked))),
+        Request::Lock { .. } if is_lost.load(Ordering::SeqCst) => Some(reply(tag, &Reply::Lock(LockStatus::Success))),
+        Request::Lock { .. } => Some(Act::Silence),
+        _ => None,
+    });
+    let one = opened_at(&fake, Options { patience: PATIENCE, cache: Cache::None, ..Options::default() });
+    let (outcome, _) = one.wait(LockKind::Write, 1);
+    let _ = one.client.statfs(&CX, Ino::ROOT).unwrap_err();
+    assert_eq!(outcome.recv_timeout(PATIENCE).unwrap(), Ok(()));
+}
+
+/// Another reason for the same error does not change the names.
+#[test]
+fn an_invalid_lock_has_no_effect_on_later_ones() {
+    const INVALID: u64 = 999;
+    let names = Arc::<Mutex<Vec<bool>>>::default();
+    let noted = Arc::clone(&names);
+    let fake = Fake::new(move |tag, request| match *request {
+        Request::Lock { lock, .. } if lock.end == INVALID => Some(reply(tag, &Reply::Error(Errno::INVAL))),
+        Request::Lock { lock, .. } => {
+            noted.lock().unwrap().push(has_own_name(&lock));
+            Some(reply(tag, &Reply::Lock(LockStatus::Success)))
+        }
+        _ => None,
+    });
+    let one = opened_at(&fake, Options::default());
+    let invalid = Lock { end: INVALID, ..lock(LockKind::Write, 1) };
+    assert_eq!(one.client.set_lock(&CX, one.ino, one.handle, &invalid, None).unwrap_err(), Errno::INVAL);
+    assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
+    assert_eq!(*names.lock().unwrap(), [true]);
+}
+
+/// ganesha replies with whatever lock it is asked for.
+#[test]
+fn a_reply_that_repeats_the_request_is_no_conflict() {
+    let fake = Fake::new(move |tag, request| match *request {
+        Request::Lock { lock, .. } if has_own_name(&lock) => Some(reply(tag, &Reply::Error(Errno::INVAL))),
+        Request::Lock { .. } => Some(reply(tag, &Reply::Lock(LockStatus::Success))),
+        Request::Getlock { lock, .. } => Some(reply(tag, &Reply::Getlock(lock))),
+        _ => None,
+    });
+    let one = opened_at(&fake, Options::default());
+    assert_eq!(one.set(LockKind::Read, 1), Ok(LockOutcome::Done));
+    for kind in [LockKind::Read, LockKind::Write] {
+        assert_eq!(one.client.get_lock(&CX, one.ino, one.handle, &lock(kind, 2)), Ok(None), "{kind:?}");
+    }
+}
+
+/// Linux sends this for `F_OFD_GETLK` of an `F_UNLCK`.
+#[test]
+fn a_test_of_an_unlock_finds_the_owners_first_lock() {
+    let served = served();
+    let one = opened(&served);
+    let further = Lock { start: 30, end: 39, ..lock(LockKind::Read, 1) };
+    assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
+    assert_eq!(one.client.set_lock(&CX, one.ino, one.handle, &further, None), Ok(LockOutcome::Done));
+    let first = lock(LockKind::Write, 1);
+    for (owner, range, expected) in [
+        (1, (0, 99), Some(first)),
+        (1, (19, 30), Some(first)),
+        (1, (20, 30), Some(further)),
+        (1, (20, 29), None),
+        (2, (0, 99), None),
+    ] {
+        let asked = Lock { start: range.0, end: range.1, ..lock(LockKind::Unlock, owner) };
+        let found = one.client.get_lock(&CX, one.ino, one.handle, &asked);
+        assert_eq!(found, Ok(expected), "{owner} {range:?}");
+    }
 }
 
 /// diod and QEMU refuse flags of locks that they do not know.

@@ -68,6 +68,62 @@ fn files_with_one_number_are_told_apart() {
     nothing_is_left(&client);
 }
 
+/// What the server says of the old place does not tell whether the file is there.
+#[test]
+fn files_with_one_number_are_not_confused_after_an_error() {
+    let cases = [(Errno::RANGE, Ok(Ino(3))), (Errno::IO, Err(Errno::IO)), (Errno::NOMEM, Err(Errno::NOMEM))];
+    for (errno, outcome) in cases {
+        let asked = AtomicUsize::new(0);
+        let fake = Fake::new(move |tag, request| match *request {
+            Request::Version { msize, .. } => Some(reply(tag, &Reply::Version { msize, version: VERSION })),
+            Request::Walk { steps, .. } if steps.iter().last() == Some(Step::Child(name("a"))) => {
+                let is_second = asked.fetch_add(1, Ordering::SeqCst) == 1;
+                is_second.then(|| reply(tag, &Reply::Error(errno)))
+            }
+            _ => None,
+        });
+        let client = fake.connect(Options::default()).unwrap();
+        let find = |text| client.lookup(&CX, Ino::ROOT, name(text)).map(|entry| entry.ino);
+        assert_eq!(find("a"), Ok(Ino(2)));
+        assert_eq!(find("b"), outcome, "{errno}");
+        assert_eq!([find("b"), find("a")], [Ok(Ino(3)), Ok(Ino(2))], "{errno}");
+    }
+}
+
+/// Another client has renamed a file and renamed it back, and the server has no fid left to find it by.
+#[test]
+fn a_file_is_found_at_its_former_place_when_there_is_a_fid_again() {
+    let states = Arc::<[AtomicBool; 2]>::default();
+    let states_of_server = Arc::clone(&states);
+    let fake = Fake::new(move |tag, request| match *request {
+        Request::Version { msize, .. } => Some(reply(tag, &Reply::Version { msize, version: VERSION })),
+        Request::Walk { steps, .. } => {
+            let [is_moved, is_full] = &*states_of_server;
+            let step = steps.iter().last();
+            let is = |text| step == Some(Step::Child(name(text)));
+            if (is("a") || is("none")) && is_full.swap(false, Ordering::SeqCst) {
+                return Some(reply(tag, &Reply::Error(Errno::RANGE)));
+            }
+            let is_missing = is("none") || is(if is_moved.load(Ordering::SeqCst) { "a" } else { "d" });
+            is_missing.then(|| reply(tag, &Reply::Error(Errno::NOENT)))
+        }
+        _ => None,
+    });
+    let client = fake.connect(Options::default()).unwrap();
+    let find = |text| client.lookup(&CX, Ino::ROOT, name(text)).map(|entry| entry.ino);
+    let [is_moved, is_full] = &*states;
+    assert_eq!(find("a"), Ok(Ino(2)));
+    is_moved.store(true, Ordering::SeqCst);
+    assert_eq!(find("d"), Ok(Ino(2)));
+    is_moved.store(false, Ordering::SeqCst);
+    // The fids are released by this.
+    is_full.store(true, Ordering::SeqCst);
+    assert_eq!(find("none"), Err(Errno::NOENT));
+    is_full.store(true, Ordering::SeqCst);
+    assert_eq!(client.getattr(&CX, Ino(2), None).map(|attr| attr.size), Ok(1000));
+    assert!(!is_full.load(Ordering::SeqCst));
+}
+
 /// The fids that files were made by, and those that ended.
 type Fids = Arc<Mutex<(Vec<Fid>, Vec<Fid>)>>;
 

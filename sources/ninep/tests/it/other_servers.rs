@@ -3,9 +3,10 @@
 use crate::common;
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use common::fake::{Fake, file_attr, reply};
+use common::fake::{FILE, Fake, file_attr, reply};
 use common::{CX, Few, name};
 use ferry_9p_client::{Cache, Options};
 use ferry_vfs::*;
@@ -51,6 +52,70 @@ fn more_files_are_known_than_the_server_has_fids() {
     }
 }
 
+/// A server that has no fid left for the first request of this kind, and the number of those.
+fn refusing_one(is_it: fn(&Request<'_>) -> bool) -> (Fake, Arc<AtomicUsize>) {
+    let asked = Arc::<AtomicUsize>::default();
+    let counted = Arc::clone(&asked);
+    let fake = Fake::new(move |tag, request| match *request {
+        _ if is_it(request) && counted.fetch_add(1, Ordering::SeqCst) == 0 => {
+            Some(reply(tag, &Reply::Error(Errno::RANGE)))
+        }
+        Request::Version { msize, .. } => Some(reply(tag, &Reply::Version { msize, version: VERSION })),
+        Request::Xattrwalk { .. } => Some(reply(tag, &Reply::Xattrwalk { bytes: 0 })),
+        _ => None,
+    });
+    (fake, asked)
+}
+
+#[test]
+fn attaches_and_attributes_get_a_fid_when_others_are_released() {
+    let options = || Options { uid: 0, ..Options::default() };
+    let joe = Caller { uid: 1000, gid: 100, ..*CX };
+    let (fake, asked) =
+        refusing_one(|request| matches!(request, Request::Attach { user, .. } if user.uid == Some(1000)));
+    let client = fake.connect(options()).unwrap();
+    assert!(client.mkdir(&joe, Ino::ROOT, name("d"), &common::dir(0o755)).is_ok());
+    assert_eq!(asked.load(Ordering::SeqCst), 2);
+
+    let (fake, asked) = refusing_one(|request| matches!(request, Request::Xattrwalk { .. }));
+    let client = fake.connect(options()).unwrap();
+    let ino = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
+    assert_eq!(client.getxattr(&CX, ino, b"user.a").as_deref(), Ok(&b""[..]));
+    assert_eq!(asked.load(Ordering::SeqCst), 2);
+
+    // ganesha has this error for long lists as well.
+    let (fake, asked) = refusing_one(|request| matches!(request, Request::Xattrwalk { .. }));
+    let client = fake.connect(options()).unwrap();
+    let ino = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
+    assert_eq!(client.listxattr(&CX, ino).unwrap_err(), Errno::RANGE);
+    assert_eq!(asked.load(Ordering::SeqCst), 1);
+}
+
+/// The server has no fid left to find a new file by: once, or from then on.
+#[test]
+fn a_file_is_created_once_although_there_is_no_fid_to_find_it_by() {
+    for (refusals, outcome) in [(1, Ok(())), (usize::MAX, Err(Errno::IO))] {
+        let created = Arc::<AtomicUsize>::default();
+        let (counted, refused) = (Arc::clone(&created), AtomicUsize::default());
+        let fake = Fake::new(move |tag, request| match *request {
+            Request::Version { msize, .. } => Some(reply(tag, &Reply::Version { msize, version: VERSION })),
+            Request::Create { .. } => Some(match counted.fetch_add(1, Ordering::SeqCst) {
+                0 => reply(tag, &Reply::Create { qid: FILE, iounit: 0 }),
+                _ => reply(tag, &Reply::Error(Errno::EXIST)),
+            }),
+            Request::Walk { steps, .. } if steps.len() == 1 && counted.load(Ordering::SeqCst) > 0 => {
+                let is_refused = refused.fetch_add(1, Ordering::SeqCst) < refusals;
+                is_refused.then(|| reply(tag, &Reply::Error(Errno::RANGE)))
+            }
+            _ => None,
+        });
+        let client = fake.connect(Options { cache: Cache::None, ..Options::default() }).unwrap();
+        let flags = OFlags::RDWR | OFlags::EXCL;
+        let made = client.create(&CX, Ino::ROOT, name("a"), &common::file(0o600), flags);
+        assert_eq!((made.map(drop), created.load(Ordering::SeqCst)), (outcome, 1));
+    }
+}
+
 /// ganesha resolves the client's name in a lock.
 #[test]
 fn locks_have_the_name_of_a_host_where_the_server_wants_that() {
@@ -69,14 +134,14 @@ fn locks_have_the_name_of_a_host_where_the_server_wants_that() {
     let client = fake.connect(Options::default()).unwrap();
     let ino = client.lookup(&CX, Ino::ROOT, name("a")).unwrap().ino;
     let handle = client.open(&CX, ino, OFlags::RDWR).unwrap();
-    for (kind, id) in [(LockKind::Read, 1), (LockKind::Read, 2), (LockKind::Unlock, 1)] {
+    for (kind, id) in [(LockKind::Unlock, 1), (LockKind::Read, 1), (LockKind::Read, 2), (LockKind::Unlock, 1)] {
         let owner = LockOwner { session: CX.session, id };
         let lock = Lock { kind, owner, start: 0, end: 9, pid: 42, flock: false };
         assert_eq!(client.set_lock(&CX, ino, handle, &lock, None), Ok(LockOutcome::Done));
     }
     let owners = owners.lock().unwrap();
     assert!(owners.iter().all(|(_, client)| client == rustix::system::uname().nodename().to_bytes()), "{owners:?}");
-    assert!(owners[0] != owners[1] && owners[0] == owners[2], "{owners:?}");
+    assert!(owners[1] != owners[2] && owners[0] == owners[1] && owners[1] == owners[3], "{owners:?}");
 }
 
 /// In FUSE it would mean that this client opens and syncs no files at all.
