@@ -161,10 +161,24 @@ impl Agent {
         MountId::at(&self.path) != Ok(self.mount)
     }
 
+    /// Opens the path again. Another mount may be there by now, or none.
+    fn reopen(&mut self) {
+        if let Ok((root, mount)) = open(&self.path, &self.shutdown) {
+            (self.root, self.mount) = (root, mount);
+            // The next one is that of the new mount.
+            self.guard = None;
+        }
+    }
+
+    /// Returns the error for a directory that has no events.
+    fn without_events(&self) -> AgentError {
+        let path = self.path.clone();
+        if is_mount_root(self.root.as_fd()) { AgentError::NoEvents { path } } else { AgentError::NotMounted { path } }
+    }
+
     fn replay_all(&mut self, ready: &mut dyn FnMut()) -> Result<AgentEnd, AgentError> {
-        let is_mounted = is_mount_root(self.root.as_fd());
         // The mount point may be on a read-only file system.
-        if is_mounted && sys::is_read_only(&self.root) {
+        if is_mount_root(self.root.as_fd()) && sys::is_read_only(&self.root) {
             return Err(AgentError::ReadOnly { path: self.path.clone() });
         }
         let mut buffer = vec![0; MESSAGE_BYTES_MAX];
@@ -173,10 +187,7 @@ impl Agent {
             let path = || self.path.clone();
             match sys::wait(&self.root, &mut buffer) {
                 Ok(()) => {}
-                Err(Errno::NOTTY | Errno::NOSYS | Errno::INVAL) if is_mounted => {
-                    return Err(AgentError::NoEvents { path: path() });
-                }
-                Err(Errno::NOTTY | Errno::NOSYS | Errno::INVAL) => return Err(AgentError::NotMounted { path: path() }),
+                Err(Errno::NOTTY | Errno::NOSYS | Errno::INVAL) => return Err(self.without_events()),
                 Err(Errno::PERM | Errno::ACCESS) => return Err(AgentError::Permission),
                 Err(Errno::BUSY) => return Err(AgentError::Other { path: path() }),
                 Err(Errno::INTR) => {
@@ -192,11 +203,7 @@ impl Agent {
                         tracing::warn!("{}: waiting for the server: {error}", self.path.display());
                     }
                     self.shutdown.sleep(RETRY);
-                    if let Ok((root, mount)) = open(&self.path, &self.shutdown) {
-                        (self.root, self.mount) = (root, mount);
-                        // The next one is that of the new mount.
-                        self.guard = None;
-                    }
+                    self.reopen();
                     continue;
                 }
             }
@@ -289,5 +296,29 @@ fn forget(root: &OwnedFd, path: &Path) {
     tracing::info!("{}: events may have been missed: dropping its caches", path.display());
     if let Err(error) = sys::drop_unused_dentries(sys::open_for_reconfigure(root).ok().as_ref()) {
         tracing::warn!("{}: old data may be cached until it expires: cannot drop caches: {error}", path.display());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    /// The server ended, its mount was unmounted, and the path leads to the bare directory.
+    #[test]
+    fn a_mount_that_is_gone_is_no_misuse() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("share");
+        symlink("/proc", &path).expect("links can be made");
+        let shutdown = Arc::new(Shutdown::new().expect("a descriptor"));
+        let mut agent = Agent::open(&path, &shutdown).expect("/proc is mounted");
+        assert!(agent.without_events().is_misuse(), "another file system");
+        fs::remove_file(&path).expect("links can be removed");
+        fs::create_dir(&path).expect("directories can be made");
+        agent.reopen();
+        let error = agent.without_events();
+        assert!(error.is_missing() && !error.is_misuse(), "{error:?}");
     }
 }

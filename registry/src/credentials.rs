@@ -77,34 +77,71 @@ fn find_in(
     config: &Config,
     (scheme, names): (&str, &[String]),
 ) -> std::result::Result<Option<(usize, String)>, String> {
+    let mut invalid = None;
     for (place, name) in names.iter().enumerate() {
-        for entry in entries(&config.auths, name, scheme) {
-            if let Some(basic) = entry.basic().map_err(|wrong| format!("the entry of {name} {wrong}"))? {
-                return Ok(Some((place, basic)));
+        for (key, entry) in entries(&config.auths, name, scheme, matches) {
+            match entry.basic() {
+                Ok(Some(basic)) => return Ok(Some((place, basic))),
+                Ok(None) => {}
+                Err(wrong) if key == name => return Err(format!("the entry of {name} {wrong}")),
+                // Another entry may be meant for this registry.
+                Err(wrong) => invalid = invalid.or_else(|| Some(format!("an entry for {name} {wrong}"))),
             }
         }
     }
-    Ok(None)
+    invalid.map_or(Ok(None), Err)
 }
 
-/// Returns the entries of a name, first that with exactly this key.
-fn entries<'a, T>(all: &'a HashMap<String, T>, name: &str, scheme: &str) -> Vec<&'a T> {
-    let is_of = |(key, _): &(&String, &T)| *key == name || bare(key, scheme).as_deref() == Some(name);
+/// Returns the entries of a name: first that with exactly this key, and last those with a pattern. `is_of` compares keys without their scheme
+/// with the name.
+fn entries<'a, T>(
+    all: &'a HashMap<String, T>,
+    name: &str,
+    scheme: &str,
+    is_of: impl Fn(&str, &str) -> bool,
+) -> Vec<(&'a String, &'a T)> {
+    let is_of = |(key, _): &(&String, &T)| *key == name || bare(key, scheme).is_some_and(|key| is_of(&key, name));
     let mut found: Vec<_> = all.iter().filter(is_of).collect();
-    found.sort_unstable_by_key(|(key, _)| (*key != name, *key));
-    found.into_iter().map(|(_, entry)| entry).collect()
+    found.sort_unstable_by_key(|(key, _)| (*key != name, key.contains('*'), *key));
+    found
 }
 
 /// Returns the host and the repository of a key, without the scheme, the version of the API and a slash at the end, as kubelet reads keys.
-/// `None`: it is for another scheme.
+/// `None`: it is for TLS, without which its secret must not be sent, or for no registry.
 fn bare(key: &str, scheme: &str) -> Option<String> {
     let rest = match key.split_once("://") {
-        Some((found, rest)) => Some(rest).filter(|_| found == scheme)?,
+        Some((found, rest)) => Some(rest).filter(|_| found == "http" || found == scheme)?,
         None => key,
     };
     let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
     let path = path.strip_prefix("v1/").or_else(|| path.strip_prefix("v2/")).unwrap_or(path).trim_end_matches('/');
     Some(if path.is_empty() { host.to_owned() } else { format!("{host}/{path}") })
+}
+
+/// Returns whether a key is a name, or has a pattern for each label of the name's host, as kubelet compares hosts.
+fn matches(key: &str, name: &str) -> bool {
+    fn split(text: &str) -> (&str, &str, &str) {
+        let (host, path) = text.split_once('/').unwrap_or((text, ""));
+        let (host, port) = host.rsplit_once(':').unwrap_or((host, ""));
+        (host, port, path)
+    }
+    let ((patterns, port, path), (host, own_port, own_path)) = (split(key), split(name));
+    (port, path) == (own_port, own_path)
+        && patterns.split('.').count() == host.split('.').count()
+        && patterns.split('.').zip(host.split('.')).all(|(pattern, label)| matches_label(pattern, label))
+}
+
+/// Returns whether a label of a host matches a pattern, in which each `*` is any text.
+fn matches_label(pattern: &str, label: &str) -> bool {
+    let Some((begin, rest)) = pattern.split_once('*') else { return pattern == label };
+    let (middle, end) = rest.rsplit_once('*').unwrap_or(("", rest));
+    let inner = label.strip_prefix(begin).and_then(|left| left.strip_suffix(end));
+    let is_in_order = |inner: &str| {
+        let mut left = Some(inner);
+        middle.split('*').for_each(|piece| left = left.and_then(|left| left.split_once(piece)).map(|(_, rest)| rest));
+        left.is_some()
+    };
+    inner.is_some_and(is_in_order)
 }
 
 /// Credentials that were found.
@@ -131,7 +168,7 @@ pub(crate) struct Credentials {
 
 impl Credentials {
     /// `named`: a file, or a directory of which all files are read; otherwise `REGISTRY_AUTH_FILE`, which may be either, too; otherwise
-    /// podman's file, and docker's. An entry with a scheme applies to that scheme only, one with a path to the repositories below it.
+    /// podman's file, and docker's. An entry with `https://` is not used without TLS, one with a path only for the repositories below it.
     ///
     /// # Errors
     ///
@@ -186,8 +223,9 @@ impl Credentials {
         let files = self.read()?;
         for (file, config) in &files {
             let helper = self.names.iter().find_map(|name| {
-                let helpers = entries(&config.helpers, name, &self.scheme);
-                helpers.first().copied()
+                // Their keys are no patterns for docker and podman.
+                let helpers = entries(&config.helpers, name, &self.scheme, |key, name| key == name);
+                helpers.first().map(|(_, helper)| *helper)
             });
             if let Some(found) = helper.map_or(Ok(None), |helper| self.ask(helper, file))? {
                 return Ok(Some(found));
@@ -376,6 +414,7 @@ mod tests {
         assert!(credentials(&file, "a").is_err());
     }
 
+    /// But a path has whole names of directories.
     #[test]
     fn keys_are_read_as_kubelet_reads_them() {
         let directory = tempfile::tempdir().unwrap();
@@ -387,7 +426,18 @@ mod tests {
             ("h.example/v2/", true),
             ("https://h.example/team", true),
             ("https://h.example:443/v2/team/", true),
-            ("http://h.example/", false),
+            ("http://h.example/", true),
+            ("http://h.example/v2/team", true),
+            ("*.example", true),
+            ("https://*.*/team/", true),
+            ("h.ex*l*:443/v1/", true),
+            ("h*h.example", false),
+            ("h.e*x*m*a*e", false),
+            ("*", false),
+            ("*.h.example", false),
+            ("*.example:5000", false),
+            ("*.example/tea", false),
+            ("ftp://h.example/", false),
             ("https://h.example/tea", false),
             ("https://h.example/v2", false),
             ("https://h.example.com/", false),
@@ -395,6 +445,27 @@ mod tests {
             fs::write(&file, serde_json::json!({"auths": {key: {"auth": "YTpi"}}}).to_string()).unwrap();
             let found = plain(credentials(&file, "team/app").unwrap().find());
             assert_eq!(found.is_some(), expected, "{key}");
+        }
+    }
+
+    #[test]
+    fn an_exact_key_counts_before_others() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("auth.json");
+        for (text, expected) in [
+            (r#"{"*.example": {"auth": "YTox"}, "https://h.example": {"auth": "YToy"}}"#, Ok("a:2")),
+            (r#"{"h.example": {"auth": "YToz"}, "https://h.example": {"auth": "YToy"}}"#, Ok("a:3")),
+            (r#"{"https://h.example/team": {"auth": "!"}, "h.example": {"auth": "YToz"}}"#, Ok("a:3")),
+            (r#"{"http://h.example/team": {"auth": "!"}, "*.example/team": {"auth": "YToy"}}"#, Ok("a:2")),
+            (r#"{"https://h.example/team": {"auth": "!"}}"#, Err("an entry for h.example/team is not")),
+            (r#"{"h.example/team": {"auth": "!"}, "h.example": {"auth": "YToz"}}"#, Err("the entry of h.example/team")),
+        ] {
+            fs::write(&file, format!("{{\"auths\": {text}}}")).unwrap();
+            let found = credentials(&file, "team/app").unwrap().find();
+            match expected {
+                Ok(expected) => assert_eq!(plain(found).as_deref(), Some(expected), "{text}"),
+                Err(reason) => assert!(found.err().unwrap().to_string().contains(reason), "{text}"),
+            }
         }
     }
 

@@ -102,14 +102,14 @@ pub enum Error {
     },
     /// An image has too many parts for one manifest.
     #[error(
-        "{name}: the manifest of its {parts} parts can have {bytes} bytes, and registries accept {MANIFEST_BYTES_MAX}: split the tree into several images"
+        "{name}: the manifest of its {parts} parts has {bytes} bytes, and registries accept {MANIFEST_BYTES_MAX}: split the tree into several images"
     )]
     TooManyParts {
         /// The image.
         name: String,
         /// The number of blobs.
         parts: usize,
-        /// The maximum length of its manifest in bytes.
+        /// The length of its manifest in bytes.
         bytes: u64,
     },
     /// A blob has another digest than the manifest says, from all servers that have it.

@@ -274,9 +274,12 @@ impl Oci {
                 tracing::warn!("{}: only {REFERRER_PAGES_MAX} pages of referrers are read", shown(&url));
                 break;
             }
-            let Exchange { response, by, is_refused } = self.try_send(client, Request::new(Method::GET, url), None)?;
+            let request = Request::new(Method::GET, url).with(header::ACCEPT, referrers::INDEX_TYPE);
+            let Exchange { response, by, is_refused } = self.try_send(client, request, None)?;
             let is_own = response.url.origin() == self.base.origin();
             match response.status() {
+                // oras-project/oras-go issue 633: a registry without lists shows its page for people, perhaps after a redirect.
+                200 if pages.is_empty() && is_html(&response) => response.discard(),
                 200 => {
                     let link = response.headers(header::LINK).find_map(next_page);
                     let link = link.and_then(|link| response.url.join(link).ok());
@@ -332,6 +335,13 @@ impl Oci {
 
 fn rewind(upload: &mut Option<&mut Upload<'_>>) -> Result<()> {
     upload.as_mut().map_or(Ok(()), |upload| upload.rewind())
+}
+
+/// Returns whether a response is a page for people.
+fn is_html(response: &Response<'_>) -> bool {
+    const HTML: &str = "text/html";
+    let found = response.header(header::CONTENT_TYPE).and_then(|found| found.get(..HTML.len()));
+    found.is_some_and(|found| found.eq_ignore_ascii_case(HTML))
 }
 
 /// Returns the URL of the next page in a `Link` header (RFC 8288, section 3).

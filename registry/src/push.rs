@@ -62,14 +62,15 @@ fn frames_text_bytes(part: &Part) -> u64 {
     128 + 4 * part.blob.bytes.div_ceil(256 << 10)
 }
 
-/// Refuses an image whose manifest registries may not accept, before anything is uploaded. All its parts may turn out compressed.
-fn check_length(manifest: &Manifest, names: &[Digest], remote: &Remote) -> Result<()> {
+/// Returns whether the parts of an image can be compressed: its manifest says more of such parts, and all may turn out so. Refuses an image
+/// whose manifest registries do not accept in any case, before anything is uploaded.
+fn can_compress(manifest: &Manifest, names: &[Digest], remote: &Remote) -> Result<bool> {
     let parts = || manifest.packs.values().flat_map(|pack| &pack.parts);
-    let bytes = manifest.write(names).len() as u64 + parts().map(frames_text_bytes).sum::<u64>();
-    if bytes <= MANIFEST_BYTES_MAX {
-        return Ok(());
+    let bytes = manifest.write(names).len() as u64;
+    if bytes > MANIFEST_BYTES_MAX {
+        return Err(Error::TooManyParts { name: remote.reference().to_string(), parts: parts().count(), bytes });
     }
-    Err(Error::TooManyParts { name: remote.reference().to_string(), parts: parts().count(), bytes })
+    Ok(bytes + parts().map(frames_text_bytes).sum::<u64>() <= MANIFEST_BYTES_MAX)
 }
 
 /// Reads bytes from an offset; none at the end.
@@ -191,8 +192,11 @@ pub(crate) fn push_as(
         }
         Manifest { digest: opened.digest(), image, packs, subject: subject.clone() }
     };
-    check_length(&manifest_of(blobs.iter().map(NewBlob::unnamed).collect()), &names, remote)?;
-    let (blobs, sent_bytes) = upload(remote, &blobs, &sources, jobs, progress)?;
+    let compresses = can_compress(&manifest_of(blobs.iter().map(NewBlob::unnamed).collect()), &names, remote)?;
+    if !compresses {
+        tracing::info!("{}: its parts are too many to be compressed", remote.reference());
+    }
+    let (blobs, sent_bytes) = upload(remote, &blobs, (&sources, compresses), jobs, progress)?;
     let manifest = manifest_of(blobs);
     let bytes = manifest.write(&names);
     match kind {
@@ -209,11 +213,12 @@ fn io_error(what: &'static str, path: &Path, source: io::Error) -> Error {
     Error::Io { what, path: path.into(), source }
 }
 
-/// Uploads blobs concurrently; returns their names in order, and the number of bytes that the server lacked.
+/// Uploads blobs concurrently, with parts compressed if that makes them shorter and `compresses` is set; returns their names in order, and
+/// the number of bytes that the server lacked.
 fn upload(
     remote: &Remote,
     new_blobs: &[NewBlob],
-    sources: &[PartSource<'_>],
+    (sources, compresses): (&[PartSource<'_>], bool),
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<(Vec<Part>, u64)> {
@@ -238,13 +243,14 @@ fn upload(
         let source = &sources[number];
         let failed = |error| io_error("read", &source.path, error);
         let mut part = PartReader { source, from, bytes, at: 0 };
-        let mut packed = Vec::new();
-        let frames = Frames::pack(&mut part, &mut packed).map_err(failed)?;
-        if frames.blob_bytes() <= bytes / 100 * WORTHWHILE_PERCENT {
-            let blob = Blob { sha256: Sha256::of(&packed), bytes: frames.blob_bytes() };
-            return Ok(Part { blob: put(blob, &mut Cursor::new(packed))?, frames: Some(frames) });
+        if compresses {
+            let mut packed = Vec::new();
+            let frames = Frames::pack(&mut part, &mut packed).map_err(failed)?;
+            if frames.blob_bytes() <= bytes / 100 * WORTHWHILE_PERCENT {
+                let blob = Blob { sha256: Sha256::of(&packed), bytes: frames.blob_bytes() };
+                return Ok(Part { blob: put(blob, &mut Cursor::new(packed))?, frames: Some(frames) });
+            }
         }
-        drop(packed);
         let blob = Blob { sha256: part.rewind().and_then(|()| sha256_of(&mut part)).map_err(failed)?, bytes };
         Ok(Part { blob: put(blob, &mut part)?, frames: None })
     };
@@ -332,10 +338,13 @@ mod tests {
             Manifest { digest: digest(1), image: part.blob, packs: [(digest(2), pack)].into(), subject: None }
         };
         let unnamed = NewBlob::Part(0, 0, PART_BYTES).unnamed();
-        let check = |count| check_length(&manifest(&unnamed, count), &[digest(2)], &remote);
-        check(2800).unwrap();
-        let error = check(3000).unwrap_err().to_string();
-        assert!(error.contains("its 3000 parts") && error.contains("split the tree"), "{error}");
+        let check = |count| can_compress(&manifest(&unnamed, count), &[digest(2)], &remote);
+        assert!(check(2800).unwrap());
+        for count in [3000, 13_000] {
+            assert!(!check(count).unwrap(), "{count}: it fits, if its parts are not compressed");
+        }
+        let error = check(14_000).unwrap_err().to_string();
+        assert!(error.contains("its 14000 parts") && error.contains("split the tree"), "{error}");
         // As compressed parts turn out.
         let frames = Frames::pack(&mut io::repeat(0).take(PART_BYTES), &mut io::sink()).unwrap();
         let text = |part: &Part| manifest(part, 1).write(&[digest(2)]).len() as u64;

@@ -60,8 +60,7 @@ impl Resolver for OriginResolver {
     fn resolve(&self, uri: &Uri, config: &Config, timeout: NextTimeout) -> Result<ResolvedSocketAddrs, ureq::Error> {
         let all = self.resolver.resolve(uri, config, timeout)?;
         // The addresses behind a proxy are not known here.
-        let is_by_proxy = config.proxy().is_some_and(|proxy| proxy.uri() == uri || !proxy.is_no_proxy(uri));
-        if is_by_proxy || all.iter().any(|address| !is_this_machine(*address)) {
+        if config.proxy().is_some() || all.iter().any(|address| !is_this_machine(*address)) {
             self.is_remote.store(true, Ordering::Release);
         }
         Ok(all)

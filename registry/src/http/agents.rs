@@ -12,6 +12,7 @@ use ureq::Agent;
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 use ureq::unversioned::transport::{Connector, DefaultConnector};
 
+use super::proxy;
 use crate::error::{Error, Result};
 use crate::hosts::Host;
 use crate::identities::{self, Identity};
@@ -44,7 +45,7 @@ impl Agents {
         is_remote: &Arc<AtomicBool>,
     ) -> Self {
         let trusted = RootCerts::new_with_certs(trusted);
-        let provider = provider();
+        let (provider, proxy) = (provider(), proxy::of_environment());
         let config = |client: Option<ClientCert>| {
             let tls = TlsConfig::builder()
                 .root_certs(trusted.clone())
@@ -57,6 +58,7 @@ impl Agents {
                 .max_redirects(0)
                 .max_redirects_will_error(false)
                 .tls_config(tls)
+                .proxy(proxy.clone())
                 .max_idle_connections(IDLE_MAX)
                 .max_idle_connections_per_host(IDLE_MAX)
                 .user_agent(concat!("ferry/", env!("CARGO_PKG_VERSION")))
@@ -124,6 +126,11 @@ impl Certificates {
         Ok(Self { trusted, identities })
     }
 
+    /// Returns whether servers can be reached with them: without an authority only one that is not verified.
+    fn are_enough(&self, host: Option<&Host>) -> bool {
+        !self.trusted.is_empty() || host.is_some_and(|host| host.skip_verify)
+    }
+
     /// Returns a digest of all of them.
     fn fingerprint(&self) -> [u8; 32] {
         let mut hasher = sha2::Sha256::new();
@@ -169,6 +176,8 @@ struct Current {
     looked: Instant,
     /// When the files were read again.
     read: Option<Instant>,
+    /// The error of that, which is logged once.
+    error: Option<String>,
 }
 
 impl RenewedAgents {
@@ -196,7 +205,8 @@ impl RenewedAgents {
         fingerprint: [u8; 32],
         agents: Agents,
     ) -> Self {
-        let current = Current { agents: Arc::new(agents), fingerprint, stamps, looked: Instant::now(), read: None };
+        let (agents, looked) = (Arc::new(agents), Instant::now());
+        let current = Current { agents, fingerprint, stamps, looked, read: None, error: None };
         Self { host, is_remote, current: Mutex::new(current) }
     }
 
@@ -207,9 +217,8 @@ impl RenewedAgents {
         if current.looked.elapsed() >= LOOK_PAUSE {
             current.looked = Instant::now();
             let stamps = stamps(self.host.as_ref());
-            if stamps != current.stamps {
+            if stamps != current.stamps && self.renew(&mut current) {
                 current.stamps = stamps;
-                self.renew(&mut current);
             }
         }
         Arc::clone(&current.agents)
@@ -225,13 +234,15 @@ impl RenewedAgents {
     }
 
     /// Reads the files, and makes the agents again if something has changed. What cannot be used is not taken: the files may be half
-    /// replaced, or out of reach of a confined process.
-    fn renew(&self, current: &mut Current) {
+    /// replaced, or out of reach of a confined process. Returns whether the files could be read; otherwise that may be temporary.
+    fn renew(&self, current: &mut Current) -> bool {
         current.read = Some(Instant::now());
         let host = self.host.as_ref();
-        let made = Certificates::read(host).and_then(|found| {
+        let found = Certificates::read(host);
+        let is_read = found.as_ref().is_ok_and(|found| found.are_enough(host));
+        let made = found.and_then(|found| {
             let fingerprint = found.fingerprint();
-            if found.trusted.is_empty() || fingerprint == current.fingerprint {
+            if !is_read || fingerprint == current.fingerprint {
                 return Ok(None);
             }
             let agents = match host {
@@ -240,14 +251,18 @@ impl RenewedAgents {
             };
             Ok(Some((agents, fingerprint)))
         });
-        match made {
-            Ok(None) => {}
-            Ok(Some((agents, fingerprint))) => {
-                tracing::info!("certificates have changed: connections use the new ones");
-                (current.agents, current.fingerprint) = (Arc::new(agents), fingerprint);
-            }
-            Err(error) => tracing::warn!("{error}: connections use the certificates that were there before"),
+        let error = made.as_ref().err().map(Error::to_string);
+        if let Some(error) = &error
+            && current.error.as_ref() != Some(error)
+        {
+            tracing::warn!("{error}: connections use the certificates that were there before");
         }
+        current.error = error;
+        if let Ok(Some((agents, fingerprint))) = made {
+            tracing::info!("certificates have changed: connections use the new ones");
+            (current.agents, current.fingerprint) = (Arc::new(agents), fingerprint);
+        }
+        is_read
     }
 }
 
@@ -314,5 +329,17 @@ mod tests {
         assert!(!Arc::ptr_eq(&first, &second));
         fs::remove_file(made.path("own.pem")).unwrap();
         assert!(Arc::ptr_eq(&second, &look()), "it is away");
+        // It cannot be read, as if no descriptor was left.
+        fs::create_dir(made.path("own.pem")).unwrap();
+        assert!(Arc::ptr_eq(&second, &look()));
+        assert_ne!(agents.current.lock().unwrap().stamps, stamps(Some(&host)), "the change is looked at again");
+    }
+
+    #[test]
+    fn authorities_are_needed_for_servers_that_are_verified() {
+        let none = Certificates { trusted: Vec::new(), identities: Vec::new() };
+        let verified = Host::of("https://registry.invalid/v2/".parse().unwrap());
+        assert!(!none.are_enough(None) && !none.are_enough(Some(&verified)));
+        assert!(none.are_enough(Some(&Host { skip_verify: true, ..verified })));
     }
 }

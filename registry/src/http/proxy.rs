@@ -1,16 +1,40 @@
-//! Which servers are reached without the proxy of the environment, by the rules of containerd and Docker (Go,
+//! The proxy of the environment, and which servers are reached without it, by the rules of containerd and Docker (Go,
 //! golang.org/x/net/http/httpproxy).
 
 use std::net::IpAddr;
 
+use ureq::{Proxy, ProxyProtocol};
 use url::{Host, Url};
 
 use crate::resolver::is_loopback;
 
+/// The variables that name a proxy, in the order of the HTTP library.
+const VARIABLES: [&str; 6] = ["ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"];
+
+/// Returns the proxy of the environment. The library's own one would also decide by its own rules which servers are reached without it.
+pub(super) fn of_environment() -> Option<Proxy> {
+    find(|name| std::env::var(name).ok())
+}
+
+fn find(variable: impl Fn(&str) -> Option<String>) -> Option<Proxy> {
+    let proxy = VARIABLES.iter().find_map(|name| Proxy::new(&variable(name)?).ok())?;
+    let is_http = matches!(proxy.protocol(), ProxyProtocol::Http | ProxyProtocol::Https);
+    if !is_http {
+        tracing::warn!("a proxy of the type {} cannot be used: servers are reached directly", proxy.protocol());
+    }
+    Some(proxy).filter(|_| is_http)
+}
+
+/// Returns the list of servers that are reached directly. A variable without a text counts as one that is not set.
+fn exceptions(variable: impl Fn(&str) -> Option<String>) -> String {
+    let names = ["NO_PROXY", "no_proxy"];
+    names.iter().find_map(|name| variable(name).filter(|list| !list.is_empty())).unwrap_or_default()
+}
+
 /// Returns whether a request goes to its server directly: to this machine, and to servers that `NO_PROXY` names. A request without
 /// encryption to this machine must not leave it.
 pub(super) fn is_direct(url: &Url) -> bool {
-    let list = ["NO_PROXY", "no_proxy"].iter().find_map(|name| std::env::var(name).ok()).unwrap_or_default();
+    let list = exceptions(|name| std::env::var(name).ok());
     is_loopback(url) || list.split(',').any(|entry| names(entry.trim(), url))
 }
 
@@ -92,6 +116,23 @@ mod tests {
             assert!(named.iter().all(|host| names(entry, &url(host))), "{entry}: {named:?}");
             assert!(!others.iter().any(|host| names(entry, &url(host))), "{entry}: {others:?}");
         }
+    }
+
+    #[test]
+    fn variables_without_a_text_are_not_set() {
+        fn variable(set: &'static [(&'static str, &'static str)]) -> impl Fn(&str) -> Option<String> {
+            move |name| set.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+        }
+        let list = |set| exceptions(variable(set));
+        assert_eq!(list(&[("NO_PROXY", ""), ("no_proxy", ".svc")]), ".svc");
+        assert_eq!(list(&[("NO_PROXY", "a.example"), ("no_proxy", ".svc")]), "a.example");
+        assert_eq!(list(&[]), "");
+        let proxy = |set| find(variable(set)).map(|proxy| format!("{}:{}", proxy.host(), proxy.port()));
+        let expected = Some("p.example:8080");
+        assert_eq!(proxy(&[("ALL_PROXY", ""), ("https_proxy", "http://p.example:8080")]).as_deref(), expected);
+        assert_eq!(proxy(&[("HTTP_PROXY", "p.example:8080")]).as_deref(), expected);
+        assert_eq!(proxy(&[("ALL_PROXY", "socks5://p.example:8080")]), None, "the library cannot use it");
+        assert_eq!(proxy(&[]), None);
     }
 
     #[test]

@@ -310,7 +310,7 @@ fn a_realm_named_by_tls_gets_credentials_by_tls() {
     assert!(plain.requests().is_empty());
 }
 
-/// An entry with a scheme applies to that scheme only.
+/// An entry without TLS in its key may be used with it, but not the other way round.
 #[test]
 fn credentials_for_https_are_not_sent_by_http() {
     if !apart("credentials_for_https_are_not_sent_by_http", None) {
@@ -352,6 +352,20 @@ fn proxy() -> SocketAddr {
     };
     std::thread::spawn(move || listener.incoming().flatten().for_each(|client| drop(serve(client))));
     address
+}
+
+/// The HTTP library reads `NO_PROXY` in its own way: as beginnings and ends of names.
+#[test]
+fn servers_that_no_proxy_does_not_name_are_reached_by_the_proxy() {
+    let by_proxy = format!("http://{}", proxy());
+    let others = OsStr::new("registry*,regis.,*invalid");
+    let environment = [("ALL_PROXY", OsStr::new(&by_proxy)), ("NO_PROXY", others), ("no_proxy", others)];
+    if !apart_with("servers_that_no_proxy_does_not_name_are_reached_by_the_proxy", &environment, None) {
+        return;
+    }
+    let place = Place::new();
+    let far = remote(&format!("http://registry.invalid:{}", place.fake.address.port()));
+    place.pull(&far, "copy").unwrap();
 }
 
 /// The registry counts as another machine because it is reached through a proxy.

@@ -153,10 +153,23 @@ fn registries_that_refuse_lists_of_referrers_have_the_list_of_a_tag() {
         drop(Store::create(&place.at(name)).unwrap());
         convert(&place.fake.remote(), &place.at(&format!("{name}.img")), &place.at(name), 2, &|_, _| {})
     };
-    for reply in [Reply::of(303, "").with("location", elsewhere), Reply::of(406, ""), Reply::of(401, "")] {
+    let page = || Reply::of(200, "<html>Sign in</html>").with("content-type", "Text/HTML; charset=utf-8");
+    let people = Fake::start();
+    people.fault(move |_, _| page());
+    let sign_in = format!("http://{}/login", people.address);
+    for reply in [
+        Reply::of(303, "").with("location", elsewhere),
+        Reply::of(406, ""),
+        Reply::of(401, ""),
+        page(),
+        Reply::of(302, "").with("location", sign_in),
+    ] {
         let place = Place::new(layers(Format::Estargz));
         refuse(&place, &reply);
         let first = convert(&place, "first").unwrap();
+        let asked = place.fake.requests();
+        let accepts = |request: &Request| request.headers.get("accept").is_some_and(|accepted| accepted == INDEX);
+        assert!(asked.iter().filter(|request| request.path.contains("/referrers/")).all(accepts), "{asked:?}");
         let source = place.open(&place.fake.remote(), "by-digest", Some(first.digest)).unwrap();
         assert_eq!(source.image().tree(), Some(first.digest));
     }
