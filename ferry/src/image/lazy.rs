@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use ferry_control::{Control, Logging};
+use ferry_fuse::MountEntry;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
@@ -129,12 +130,12 @@ pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
             watch.end();
             match mount.unmount(UnmountFlags::empty()) {
                 Err(Errno::BUSY) => {
-                    tracing::warn!("{} is in use: missing data can no longer be read there", mount.dir.display());
+                    tracing::warn!("{} is in use: missing data can no longer be read there", mount.path().display());
                     mount.unmount(UnmountFlags::DETACH)
                 }
                 outcome => outcome,
             }
-            .with_context(|| format!("cannot unmount {}", mount.dir.display()))?;
+            .with_context(|| format!("cannot unmount {}", mount.path().display()))?;
         }
     }
     Ok(0)
@@ -143,18 +144,25 @@ pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
 /// The mount that this process serves.
 struct ServedMount {
     id: u64,
+    /// Where it was mounted.
     dir: PathBuf,
 }
 
 impl ServedMount {
+    /// Returns where the mount is now: it may have been moved, or a directory above it renamed.
+    fn path(&self) -> PathBuf {
+        let found = MountEntry::all().ok().and_then(|all| all.into_iter().find(|mounted| mounted.id == self.id));
+        found.map_or_else(|| self.dir.clone(), |mounted| mounted.at)
+    }
+
     /// Whether `unmount` would remove this mount, and not another one that covers it.
     fn is_on_top(&self) -> bool {
         let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
-        statx(CWD, &self.dir, flags, StatxFlags::MNT_ID).is_ok_and(|found| found.stx_mnt_id == self.id)
+        statx(CWD, self.path(), flags, StatxFlags::MNT_ID).is_ok_and(|found| found.stx_mnt_id == self.id)
     }
 
     fn unmount(&self, flags: UnmountFlags) -> rustix::io::Result<()> {
-        unmount(&self.dir, flags | UnmountFlags::NOFOLLOW)
+        unmount(self.path(), flags | UnmountFlags::NOFOLLOW)
     }
 }
 
@@ -181,8 +189,8 @@ fn wait(
     loop {
         match over.recv().context("all threads that wait for the end have ended")? {
             EndReason::Signal(_) if !mount.is_on_top() => {
-                let dir = mount.dir.display();
-                tracing::warn!("another mount covers {dir}: unmount that first, then this one");
+                let path = mount.path();
+                tracing::warn!("another mount covers {}: unmount that first, then this one", path.display());
             }
             reason => return Ok(reason),
         }
@@ -228,6 +236,35 @@ mod tests {
     use ferry_image::{BuildOptions, Image, Objects, Store, build};
 
     use super::*;
+
+    #[test]
+    fn a_mount_is_found_where_it_was_moved_to() {
+        use rustix::mount::{MountFlags, mount};
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| directory.path().canonicalize().expect("it was made").join(name);
+        fs::create_dir_all(at("before/mnt")).expect("directories can be made");
+        let mounted = |path: PathBuf| mount("ferry-test", path, "tmpfs", MountFlags::empty(), None);
+        if let Err(error) = mounted(at("before/mnt")) {
+            return ferry_skip::skip!("cannot mount: {error}");
+        }
+        let id = || Some(statx(CWD, at("after/mnt"), AtFlags::empty(), StatxFlags::MNT_ID).ok()?.stx_mnt_id);
+        let renamed = fs::rename(at("before"), at("after"));
+        let served = ServedMount { id: id().unwrap_or_default(), dir: at("before/mnt") };
+        let (path, is_on_top) = (served.path(), served.is_on_top());
+        let covered = mounted(at("after/mnt"));
+        let is_covered = !served.is_on_top();
+        let uncovered = unmount(at("after/mnt"), UnmountFlags::DETACH);
+        let unmounted = served.unmount(UnmountFlags::DETACH);
+        let now = id();
+        // What the steps above have left.
+        let _ = [at("before/mnt"), at("after/mnt")].map(|path| unmount(path, UnmountFlags::DETACH));
+        renamed.expect("directories can be renamed");
+        assert_eq!((path, is_on_top), (at("after/mnt"), true));
+        covered.and(uncovered).expect("root can mount");
+        assert!(is_covered, "another mount is there");
+        unmounted.expect("it is a mount");
+        assert_ne!(now, Some(served.id), "it is unmounted");
+    }
 
     #[test]
     fn a_server_stays_if_its_packs_are_not_durable() {

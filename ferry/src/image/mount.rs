@@ -14,8 +14,8 @@ use ferry_vfs::FileType;
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen,
-    move_mount,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags, fsconfig_create, fsconfig_set_string,
+    fsmount, fsopen, move_mount, unmount,
 };
 
 use super::args::{ImageArg, LazyArgs, StoreArg};
@@ -368,13 +368,24 @@ impl Layers<'_> {
         let directory = tempfile::Builder::new().prefix("ferry-image.").tempdir();
         let directory =
             directory.map_err(|error| anyhow!("cannot create a directory for a temporary mount: {error}"))?;
-        let configured = private_root::with_private_mounts(|| {
+        let on_directory = || {
             let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
             move_mount(self.lower.as_fd(), "", CWD, directory.path(), flags)
                 .with_context(|| format!("cannot mount on {}", directory.path().display()))?;
             self.configure(Some(directory.path()))
-        });
-        match configured.context("cannot create a mount namespace for a temporary mount")?? {
+        };
+        let configured = match private_root::with_private_mounts(on_directory) {
+            // After chroot(1) mounts cannot be private: others see this one for a moment.
+            Err(Errno::INVAL) => {
+                let configured = on_directory();
+                if let Err(error) = unmount(directory.path(), UnmountFlags::DETACH) {
+                    tracing::warn!("cannot unmount {}: {error}", directory.path().display());
+                }
+                configured
+            }
+            configured => configured.context("cannot create a mount namespace for a temporary mount")?,
+        };
+        match configured? {
             Ok(context) => self.detached_mount(&context),
             Err((context, error)) => Err(self.refused(with_kernel_messages(&context, error))),
         }
@@ -449,7 +460,6 @@ mod tests {
 
     use clap::Parser;
     use ferry_image::{BuildOptions, build};
-    use rustix::mount::{UnmountFlags, unmount};
 
     use super::*;
 

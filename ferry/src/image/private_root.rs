@@ -48,6 +48,8 @@ pub fn with_files<T: Send>(files: &[(&Path, &File)], work: impl FnOnce() -> T + 
 }
 
 /// Runs `work` on a thread with its own copy of all mounts. What it mounts is invisible to other processes and ends with the thread.
+///
+/// Fails if the user may not do it, with `EINVAL` if the root directory is no mount point, as after chroot(1).
 pub fn with_private_mounts<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T> {
     thread::scope(|scope| {
         let thread = scope.spawn(|| unshare_mounts().map(|()| work()));
@@ -116,6 +118,21 @@ mod tests {
             Err(error) => ferry_skip::skip!("only root has namespaces of mounts: {error}"),
         }
         assert_eq!(fs::read_to_string(&path).expect("it was made"), "another", "for others nothing has changed");
+    }
+
+    #[test]
+    fn a_root_that_is_no_mount_point_has_no_private_mounts() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let work = || -> Result<()> {
+            // SAFETY: unshare_unsafe is unsafe for CLONE_FILES alone, which is not among these.
+            unsafe { rustix::thread::unshare_unsafe(UnshareFlags::FS) }?;
+            rustix::process::chroot(directory.path())?;
+            with_private_mounts(|| ())
+        };
+        match thread::scope(|scope| scope.spawn(work).join().expect("it does not panic")) {
+            Err(Errno::PERM) => ferry_skip::skip!("only root has namespaces of mounts"),
+            outcome => assert_eq!(outcome, Err(Errno::INVAL)),
+        }
     }
 
     #[test]

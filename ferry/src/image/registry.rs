@@ -559,10 +559,11 @@ mod with {
         }
         let jobs = if waits { jobs.min(jobs_beside_readers(packs.latency())) } else { jobs };
         let (mut begin, mut pause, mut last) = (None, Duration::ZERO, String::new());
-        loop {
-            let before = objects.fetched_bytes();
-            let Err(bad) = objects.fetch_round(&mut begin, jobs, &AtomicBool::new(false), &wait) else { break };
-            pause = next_pause(pause, objects.fetched_bytes() > before);
+        let mut fetched = objects.fetched_bytes();
+        while let Err(bad) = objects.fetch_round(&mut begin, jobs, &AtomicBool::new(false), &wait) {
+            let now = objects.fetched_bytes();
+            pause = next_pause(pause, now > fetched);
+            fetched = now;
             let why = cause(&bad);
             if why == last {
                 tracing::debug!("{bad}; retrying in about {} s", pause.as_secs());
@@ -570,7 +571,11 @@ mod with {
                 tracing::warn!("{bad}; retrying in about {} s", pause.as_secs());
                 last = why;
             }
-            thread::sleep(spread(pause, random_u64()));
+            let end = Instant::now() + spread(pause, random_u64());
+            // What a reader got shows that the registry is back.
+            while Instant::now() < end && objects.fetched_bytes() == fetched {
+                thread::sleep(BACKGROUND_PAUSE_MIN.min(end.saturating_duration_since(Instant::now())));
+            }
         }
         match objects.complete() {
             Ok(()) => {

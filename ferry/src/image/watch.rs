@@ -398,7 +398,12 @@ pub fn wait_for_unmount(id: u64) -> io::Result<()> {
     // The table is read only if the mount is covered or gone: with many mounts it is long, and each has a process that waits here.
     let is_mounted = || match (unique, mount_id(&at, MNT_ID_UNIQUE)) {
         (Some(unique), Some(top)) if top == unique => Ok(true),
-        (Some(_), Some(_)) if mount_id(&at, StatxFlags::MNT_ID) == Some(id) => Ok(false),
+        // Asked again, because mounts on top may come and go meanwhile.
+        (Some(_), Some(top))
+            if mount_id(&at, StatxFlags::MNT_ID) == Some(id) && mount_id(&at, MNT_ID_UNIQUE) == Some(top) =>
+        {
+            Ok(false)
+        }
         _ => MountEntry::all().map(|all| all.iter().any(is_it)),
     };
     while is_mounted()? {
@@ -412,7 +417,7 @@ pub fn wait_for_unmount(id: u64) -> io::Result<()> {
 
 /// Returns the id of the topmost mount at a path, of one of both kinds.
 fn mount_id(at: &Path, kind: StatxFlags) -> Option<u64> {
-    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT | AtFlags::STATX_DONT_SYNC;
     let found = statx(CWD, at, flags, kind).ok()?;
     (found.stx_mask & kind.bits() != 0).then_some(found.stx_mnt_id)
 }
@@ -448,7 +453,7 @@ mod tests {
         }
         let id = mount_id(&at, StatxFlags::MNT_ID).expect("it is a mount");
         let waits = thread::spawn(move || wait_for_unmount(id));
-        thread::sleep(Duration::from_millis(300));
+        thread::sleep(Duration::from_secs(1));
         // It is covered and uncovered.
         mounted().expect("it could");
         thread::sleep(Duration::from_millis(100));

@@ -130,7 +130,7 @@ fn with(
 pub(crate) fn unpacked<'a>(mut input: impl BufRead + 'a) -> io::Result<Box<dyn Read + 'a>> {
     let head = input.fill_buf()?;
     Ok(if head.starts_with(&[0x1f, 0x8b]) {
-        Box::new(Gunzip { part: Some(GzDecoder::new(input)) })
+        Box::new(Gunzip { part: Some(GzDecoder::new(InputReader { inner: input, has_failed: false })) })
     } else if head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) || is_skippable(head) {
         let mut decoder = zstd::Decoder::with_buffer(InputReader { inner: input, has_failed: false })?;
         decoder.window_log_max(WINDOW_BITS_MAX)?;
@@ -159,6 +159,16 @@ impl<R: Read> Read for InputReader<R> {
     }
 }
 
+impl<R> InputReader<R> {
+    /// Gives an error of the decoder, which has this kind, the kind `InvalidData`.
+    fn classify(&self, error: io::Error, of_decoder: io::ErrorKind) -> io::Error {
+        match self.has_failed {
+            false if error.kind() == of_decoder => io::Error::new(io::ErrorKind::InvalidData, error),
+            _ => error,
+        }
+    }
+}
+
 impl<R: BufRead> BufRead for InputReader<R> {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         let outcome = self.inner.fill_buf();
@@ -176,23 +186,21 @@ struct ZstdReader<R: BufRead>(zstd::Decoder<'static, InputReader<R>>);
 
 impl<R: BufRead> Read for ZstdReader<R> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.0.read(bytes).map_err(|error| match self.0.get_ref().has_failed {
-            false if error.kind() == io::ErrorKind::Other => io::Error::new(io::ErrorKind::InvalidData, error),
-            _ => error,
-        })
+        self.0.read(bytes).map_err(|error| self.0.get_ref().classify(error, io::ErrorKind::Other))
     }
 }
 
 /// Decompresses gzip with one or more members. Trailing zeros are accepted, as by gzip(1): tapes have whole records.
 struct Gunzip<R> {
     /// `None` at the end.
-    part: Option<GzDecoder<R>>,
+    part: Option<GzDecoder<InputReader<R>>>,
 }
 
 impl<R: BufRead> Read for Gunzip<R> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         while let Some(part) = &mut self.part {
-            let count = part.read(bytes)?;
+            let count = part.read(bytes);
+            let count = count.map_err(|error| part.get_ref().classify(error, io::ErrorKind::InvalidInput))?;
             if count > 0 || bytes.is_empty() {
                 return Ok(count);
             }
@@ -227,7 +235,39 @@ fn only_zeros(input: &mut impl BufRead) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
     use super::*;
+
+    /// A wrong method, a block of no type, and a wrong checksum.
+    #[test]
+    fn damaged_gzip_is_distinguished_from_input_that_cannot_be_read() {
+        struct Broken;
+        impl Read for Broken {
+            fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+                Err(io::ErrorKind::InvalidInput.into())
+            }
+        }
+        let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        packed.write_all(b"some").expect("it can be packed");
+        let packed = packed.finish().expect("it can be packed");
+        let kind = |input: &mut dyn BufRead| {
+            let outcome = unpacked(input).and_then(|mut plain| plain.read_to_end(&mut Vec::new()));
+            outcome.map_err(|error| error.kind())
+        };
+        assert_eq!(kind(&mut &packed[..]), Ok(4));
+        for (at, value) in [(2, 7), (10, 7), (packed.len() - 8, !packed[packed.len() - 8])] {
+            let mut damaged = packed.clone();
+            damaged[at] = value;
+            assert_eq!(kind(&mut &damaged[..]), Err(io::ErrorKind::InvalidData), "{at}");
+            let parts = [&packed[..], &damaged[..]].concat();
+            assert_eq!(kind(&mut &parts[..]), Err(io::ErrorKind::InvalidData), "{at}, of the second part");
+        }
+        for end in [5, packed.len() - 10, packed.len()] {
+            let mut input = io::BufReader::new(packed[..end].chain(Broken));
+            assert_eq!(kind(&mut input), Err(io::ErrorKind::InvalidInput), "{end}");
+        }
+    }
 
     #[test]
     fn directories_and_tags_are_distinguished() {
