@@ -81,33 +81,38 @@ impl Snapshotter {
         collected
     }
 
-    /// Repeats, on a thread, a collection of garbage that was skipped because an image was being pulled, after the pull.
+    /// Repeats, on a thread, a collection that left garbage: an image was being pulled, or another process uses the store or a pack.
     pub fn collect_in_background(self: &Arc<Self>) {
-        if !self.lazy.has_skipped() {
+        if !self.has_left_garbage() {
             return;
         }
-        let Some(waiting) = Running::begin(&self.collecting) else { return };
+        let Some(collecting) = Running::begin(&self.collecting) else { return };
         // The metadata is closed when the program ends.
         let (lazy, snapshotter) = (Arc::clone(&self.lazy), Arc::downgrade(self));
         let collect = move || {
-            lazy.wait_for_pulls();
-            // A collection that is skipped from now on starts another thread.
-            drop(waiting);
             for _ in 0..COLLECTIONS_MAX {
+                lazy.wait_for_pulls();
                 let Some(all) = snapshotter.upgrade() else { return };
                 log_failure(all.collect());
-                all.collect_in_background();
-                if !all.layers.has_garbage() {
-                    return;
+                if !all.has_left_garbage() {
+                    break;
                 }
-                // The process of a pull that has failed may still use the store.
                 drop(all);
                 thread::sleep(COLLECTION_PAUSE);
+            }
+            drop(collecting);
+            // One that was skipped since the last look found this thread running.
+            if let Some(all) = snapshotter.upgrade().filter(|all| all.lazy.has_skipped()) {
+                all.collect_in_background();
             }
         };
         if let Err(error) = thread::Builder::new().name("collect".into()).spawn(collect) {
             tracing::warn!("cannot start a thread: {error}");
         }
+    }
+
+    fn has_left_garbage(&self) -> bool {
+        self.lazy.has_skipped() || self.layers.has_garbage()
     }
 
     /// Removes images and packs that no snapshot needs, unless an image is being pulled.

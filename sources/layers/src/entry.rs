@@ -208,6 +208,10 @@ impl Entries {
         let mut packs = BTreeSet::new();
         for path in list(&self.root.join("layers"))? {
             match Image::open(&path, None) {
+                // Its packs are not known.
+                Err(error @ ferry_image::Error::Io { .. }) if needed.contains(&path) && !path.is_dir() => {
+                    return Err(error.into());
+                }
                 Ok(image) if needed.contains(&path) => packs.extend(image.packs().iter().map(|pack| pack.name)),
                 _ if path.is_dir() => fs::remove_dir_all(&path).doing("remove", path)?,
                 _ => fs::remove_file(&path).doing("remove", path)?,

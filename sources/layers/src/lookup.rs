@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -114,7 +115,11 @@ impl Finder {
             let (finder, (reference, name)) = (&end.finder, &end.key);
             let no_removal = finder.garbage.prevent();
             match finder.open(reference, name) {
-                Ok((entry, source)) => finder.tree.mount(&end.key, &entry, source),
+                Ok((entry, source)) => {
+                    finder.tree.mount(&end.key, &entry, source);
+                    // If the engine does not use it.
+                    finder.garbage.has_leftovers.store(true, Ordering::Release);
+                }
                 // A layer without a table of contents is not an error: engines look up each layer.
                 Err(error @ (Error::NoLayer { .. } | Error::Recent(_))) => tracing::debug!("{}", error_chain(&error)),
                 Err(error) => {
