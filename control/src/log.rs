@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_vfs::RatelimitedLog;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use tracing::callsite::Identifier;
 use tracing::level_filters::LevelFilter;
 use tracing::{Level, Metadata};
@@ -304,32 +305,51 @@ struct Writer {
 #[derive(Default)]
 struct Stderr {
     dropped: AtomicU32,
+    /// The last line was cut off.
+    is_cut: AtomicBool,
 }
 
 impl Stderr {
     /// Writes a line to `to`, which is locked.
     fn write(&self, mut to: impl Write + AsFd, line: &str) -> io::Result<()> {
+        if self.is_cut.load(Ordering::Relaxed) && !self.try_write(&mut to, "\n")? {
+            return Ok(());
+        }
         let dropped = self.dropped.load(Ordering::Relaxed);
-        let more = match dropped {
-            0 => String::new(),
-            _ => format!(" WARN {dropped} more lines were not logged: standard error had no room\n"),
-        };
-        for part in (more + line).as_bytes().chunks(PIPE_BUF) {
-            if !has_room(&to) {
-                self.dropped.store(dropped.saturating_add(1), Ordering::Relaxed);
+        if dropped > 0 {
+            let more = format!(" WARN {dropped} more lines were not logged: standard error had no room\n");
+            if !self.try_write(&mut to, &more)? {
                 return Ok(());
+            }
+            self.dropped.store(0, Ordering::Relaxed);
+        }
+        self.try_write(&mut to, line).map(drop)
+    }
+
+    /// Writes a text that ends a line. Returns `false`, and counts the line as dropped, if there is no room for all of it.
+    fn try_write(&self, to: &mut (impl Write + AsFd), text: &str) -> io::Result<bool> {
+        for (number, part) in text.as_bytes().chunks(PIPE_BUF).enumerate() {
+            if !has_room(to) {
+                self.dropped.fetch_add(1, Ordering::Relaxed);
+                self.is_cut.fetch_or(number > 0, Ordering::Relaxed);
+                return Ok(false);
             }
             to.write_all(part)?;
         }
-        self.dropped.store(0, Ordering::Relaxed);
-        Ok(())
+        self.is_cut.store(false, Ordering::Relaxed);
+        Ok(true)
     }
 }
 
 /// Whether a write does not block; a failure counts as room, so that the write returns it.
 fn has_room(to: &impl AsFd) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    poll(&mut [PollFd::new(to, PollFlags::OUT)], Some(&now)) != Ok(0)
+    loop {
+        match poll(&mut [PollFd::new(to, PollFlags::OUT)], Some(&now)) {
+            Err(Errno::INTR) => {}
+            found => return found != Ok(0),
+        }
+    }
 }
 
 /// The rate limits of warnings and errors, one for each line of code that logs, because outside input can trigger them. The lines of a
@@ -491,6 +511,22 @@ mod tests {
         let length = reader.read(&mut bytes).unwrap();
         let more = format!(" WARN {} more lines were not logged: standard error had no room\n", 100 - written);
         assert_eq!(String::from_utf8_lossy(&bytes[..length]), more + "next\nlast\n");
+    }
+
+    #[test]
+    fn a_line_that_was_cut_off_is_ended_before_the_next() {
+        let (mut reader, writer) = io::pipe().unwrap();
+        let stderr = Stderr::default();
+        let line = |chunks: usize| "x".repeat(chunks * PIPE_BUF - 1) + "\n";
+        stderr.write(&writer, &line(1)).unwrap();
+        (0..100).for_each(|_| stderr.write(&writer, &line(2)).unwrap());
+        let mut bytes = vec![0; 1 << 20];
+        let length = reader.read(&mut bytes).unwrap();
+        assert!(bytes[..length].ends_with(b"x"), "a part of the last one had room");
+        stderr.write(&writer, "next\n").unwrap();
+        let length = reader.read(&mut bytes).unwrap();
+        let text = String::from_utf8_lossy(&bytes[..length]);
+        assert!(text.starts_with("\n WARN ") && text.ends_with(" had no room\nnext\n"), "{text}");
     }
 
     /// Two places of a program that repeat a message are limited separately.

@@ -16,8 +16,8 @@ const ENTRIES: usize = 512;
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 /// The maximum part of the time for counts that clients' requests cause.
 const PAUSE_FACTOR: u32 = 20;
-/// The maximum pause after a count that failed. It doubles with each failure.
-const FAILURE_PAUSE_MAX: Duration = Duration::from_secs(3600);
+/// The maximum pause after a count that failed: a client that has no room waits for it. It doubles with each failure.
+const FAILURE_PAUSE_MAX: Duration = Duration::from_secs(60);
 /// How often a tree that grows is counted without a reason, and the part of the time for that.
 const PERIOD_MIN: Duration = Duration::from_secs(60);
 const PERIOD_FACTOR: u32 = 50;
@@ -82,6 +82,7 @@ impl Quota {
         let (quota, counter) = (Arc::downgrade(self), Arc::clone(&self.counter));
         let count = move || {
             let (mut took, mut failure_pause, mut counted) = (Duration::ZERO, Duration::ZERO, None);
+            let mut unreadable = None;
             while let Some(is_requested) = counter.wait(PERIOD_MIN.max(took * PERIOD_FACTOR)) {
                 let Some(quota) = quota.upgrade() else { return };
                 let balance = quota.bytes.balance();
@@ -92,9 +93,15 @@ impl Quota {
                     let is_right = matches!(outcome, Ok(true));
                     counted = is_right.then(|| quota.bytes.balance());
                     failure_pause = match outcome {
-                        Ok(_) => Duration::ZERO,
+                        Ok(_) => {
+                            unreadable = None;
+                            Duration::ZERO
+                        }
                         Err(error) => {
-                            warn(&error);
+                            // Once: it may stay so for weeks.
+                            if unreadable.replace(error.inode) != Some(error.inode) {
+                                warn(&error);
+                            }
                             (failure_pause * 2).clamp(PAUSE_MIN, FAILURE_PAUSE_MAX)
                         }
                     };
