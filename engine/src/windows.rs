@@ -236,13 +236,16 @@ impl Windows {
     pub fn zero(file: impl AsFd, part: Range<u64>) -> Result<()> {
         let file = file.as_fd();
         fallocate(file, FallocateFlags::KEEP_SIZE, part.start, part.end.saturating_sub(part.start))?;
-        let end = part.end.min(u64::try_from(fstat(file)?.st_size).unwrap_or(0));
         let mut at = part.start;
-        while at < end {
-            let left = usize::try_from(end - at).unwrap_or(usize::MAX);
+        loop {
+            // Others may truncate the file meanwhile.
+            let end = part.end.min(u64::try_from(fstat(file)?.st_size).unwrap_or(0));
+            let left = usize::try_from(end.saturating_sub(at)).unwrap_or(usize::MAX);
+            if left == 0 {
+                return Ok(());
+            }
             at += retry_on_intr(|| pwrite(file, &ZEROS[..left.min(ZEROS.len())], at))? as u64;
         }
-        Ok(())
     }
 
     /// Gives what windows may store to of this part of a file blocks of its own: it was copied from another file, or is a hole.

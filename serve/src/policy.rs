@@ -109,6 +109,8 @@ pub(crate) struct Policy {
     default_timeout: Duration,
     /// Clients are notified of changes.
     receives_notifications: bool,
+    /// Their kernel ignores those of absent names.
+    keeps_absent_names: bool,
     attr_timeout: Lifetime,
     /// Long timeouts apply only while the client has an agent; otherwise those of `Auto`.
     is_leased: bool,
@@ -211,6 +213,7 @@ impl Policy {
             chosen: Mutex::new(chosen),
             default_timeout: default,
             receives_notifications: options.notifications && publishes,
+            keeps_absent_names: options.keeps_absent_names,
             attr_timeout: Lifetime::default(),
             is_leased,
             names: Names::default(),
@@ -241,7 +244,8 @@ impl Policy {
         let default = self.default_timeout;
         let entry = chosen.entry.unwrap_or(default);
         // Another client may create the name at any time, and seeing it late is worse than seeing old attributes.
-        let negative = chosen.negative.unwrap_or(if default > AUTO_TIMEOUT { entry } else { Duration::ZERO });
+        let is_cached = default > AUTO_TIMEOUT && !(self.receives_notifications && self.keeps_absent_names);
+        let negative = chosen.negative.unwrap_or(if is_cached { entry } else { Duration::ZERO });
         let bound = |chosen: Option<Duration>, timeout: Duration| match chosen {
             None if self.receives_notifications => timeout.min(NO_EPOCH_TIMEOUT),
             _ => timeout,
@@ -405,6 +409,26 @@ mod tests {
                 assert_eq!(timeouts_of(&chosen, true, minor), (entry, attr, negative), "{cache:?}");
             }
         }
+    }
+
+    /// As with FUSE mounts of Linux 6.19 to 7.1.
+    #[test]
+    fn absence_is_not_cached_by_a_kernel_that_keeps_absent_names() {
+        let options = ShareOptions {
+            cache: Cache::Always,
+            notifications: true,
+            keeps_absent_names: true,
+            ..ShareOptions::default()
+        };
+        let negative = |policy: &Policy| policy.names.negative.get();
+        let policy = Policy::new(&options, Features::default(), true);
+        assert_eq!(negative(&policy), Duration::ZERO);
+        for (time, expected) in [(Some(Duration::from_secs(9)), Duration::from_secs(9)), (None, Duration::ZERO)] {
+            policy.set_timeout(Timeout::Negative, time);
+            assert_eq!(negative(&policy), expected);
+        }
+        // A source that never changes.
+        assert_eq!(negative(&Policy::new(&options, Features::default(), false)), ALWAYS_TIMEOUT);
     }
 
     #[test]

@@ -57,6 +57,8 @@ pub struct ShareOptions {
     /// Clients are notified of changes by others, as far as the source reports them. Clients that cannot drop all
     /// names at once then cache names for half a minute at most, unless a timeout is set.
     pub notifications: bool,
+    /// Clients keep that a name does not exist although they are notified of it: they do not cache that, unless a timeout is set.
+    pub keeps_absent_names: bool,
     /// Clients' agents receive events, for programs that watch files. The source must publish events.
     pub events: bool,
     /// Charges requests; the carrier waits before it takes the next one. `None`: no limit can be set.
@@ -83,6 +85,7 @@ impl Default for ShareOptions {
             local_locks: false,
             single_client: false,
             notifications: false,
+            keeps_absent_names: false,
             events: false,
             limiter: None,
         }

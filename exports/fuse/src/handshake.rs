@@ -10,7 +10,6 @@ use ferry_vfs::sync::lock;
 use ferry_vfs::{ByNumber, Features};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitRequest, Negotiated, Operation, Request, decode};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::param::page_size;
 use rustix::thread::CapabilitySet;
 
 use crate::backings::DeviceBackings;
@@ -18,7 +17,7 @@ use crate::connection::Connection;
 use crate::device::Device;
 use crate::explain::Verdict;
 use crate::export::Error;
-use crate::machine::{NoUring, has_capability, keeps_absent_names, uring_allowed};
+use crate::machine::{NoUring, has_capability, keeps_absent_names, page_bytes, uring_allowed};
 use crate::uring::Rings;
 use crate::{Cache, Options, Path, devfuse};
 
@@ -107,7 +106,7 @@ impl RequestedOptions {
             wanted.max_stack_depth = self.stack_depth;
         }
         wanted.max_background = MAX_BACKGROUND;
-        wanted.page_bytes = u32::try_from(page_size()).unwrap_or(u32::MAX);
+        wanted.page_bytes = u32::try_from(page_bytes()).unwrap_or(u32::MAX);
     }
 
     /// Creates a session with these options.
@@ -159,7 +158,7 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         cache: options.cache,
         entry_timeout: options.entry_timeout,
         attr_timeout: options.attr_timeout,
-        negative_timeout: options.negative_timeout.or(keeps_absent_names().then_some(Duration::ZERO)),
+        negative_timeout: options.negative_timeout,
         writeback: options.writeback,
         xattr: options.xattr,
         direct_opens: options.direct_opens,
@@ -168,6 +167,7 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         // The kernel refuses a connection with idmapped mounts unless it checks permissions itself.
         allow_idmap: options.allow_idmap && options.default_permissions,
         notifications: true,
+        keeps_absent_names: keeps_absent_names(),
         limiter: options.limiter.clone(),
         ..ShareOptions::default()
     }

@@ -140,6 +140,12 @@ pub(crate) fn stay_on(cpu: usize) {
     }
 }
 
+/// Returns the size of this machine's pages, in bytes.
+pub(crate) fn page_bytes() -> usize {
+    // SAFETY: it has no preconditions.
+    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
+}
+
 /// Whether this kernel keeps a name as absent when it is told that the name has changed: Linux 6.19 to 7.1
 /// (`fuse_reverse_inval_entry` ignores negative dentries).
 pub(crate) fn keeps_absent_names() -> bool {

@@ -60,7 +60,8 @@ impl Rings {
     pub(crate) fn begin(&self) -> Result<(), NoUring> {
         let (told, outcomes) = channel();
         for (queue, parked_worker) in &self.queues {
-            parked_worker.give(Order::Begin(queue.watch.first_owner(), told.clone()));
+            // If the thread has ended, no outcome comes.
+            let _ = parked_worker.give(Order::Begin(queue.watch.first_owner(), told.clone()));
         }
         drop(told);
         for _ in &self.queues {
@@ -97,7 +98,7 @@ impl Rings {
     pub(crate) fn close(&self) {
         for (queue, parked_worker) in &self.queues {
             queue.close();
-            parked_worker.give(Order::Look);
+            parked_worker.look();
         }
     }
 }

@@ -62,6 +62,7 @@ impl VirtioFs {
             local_locks: options.local_locks,
             single_client: false,
             notifications: false,
+            keeps_absent_names: false,
             events: options.events,
             limiter: options.limiter.clone(),
         };

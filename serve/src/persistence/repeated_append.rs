@@ -43,7 +43,10 @@ pub(crate) fn prior_append(
         return Ok(PriorAppend::Nothing);
     }
     // The client's own handle may be for writing only.
-    let handle = source.open(caller, range.ino, OFlags::RDONLY)?;
+    let Ok(handle) = source.open(caller, range.ino, OFlags::RDONLY) else {
+        // Nor may the server read it. To write the same bytes to the same place is right unless others appended meanwhile.
+        return Ok(PriorAppend::Part);
+    };
     let at = IoRange { handle, offset: start, flags: OFlags::RDONLY, clear_privileges: false, ..*range };
     let mut search = Search::new(payload);
     let searched = search.read((source, caller), at);

@@ -7,8 +7,9 @@ use ferry_engine::Segment;
 use ferry_wire::fuse::IN_HEADER_BYTES;
 use ferry_wire::fuse::abi::{InHeader, UringEntInOut, UringReqHeader};
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap_anonymous, mremap, mremap_fixed, munmap};
-use rustix::param::page_size;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
+
+use crate::machine::page_bytes;
 
 /// What one entry has apart from its payload.
 #[repr(C, align(64))]
@@ -92,8 +93,8 @@ unsafe impl Sync for Chunk {}
 impl Chunk {
     /// Maps memory for `entries` of `payload_bytes` each.
     pub(super) fn new(entries: usize, payload_bytes: usize) -> rustix::io::Result<Self> {
-        let heads_bytes = (entries * size_of::<Head>()).next_multiple_of(page_size());
-        let payload_bytes = payload_bytes.next_multiple_of(page_size());
+        let heads_bytes = (entries * size_of::<Head>()).next_multiple_of(page_bytes());
+        let payload_bytes = payload_bytes.next_multiple_of(page_bytes());
         let bytes = heads_bytes + entries * payload_bytes;
         let mapping = Mapping::new(bytes)?;
         let second = |index: usize| {

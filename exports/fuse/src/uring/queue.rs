@@ -223,7 +223,7 @@ impl Queue {
     pub(super) fn look(&self) {
         self.mail.post(Mail::Look);
         for parked_worker in &*lock(&self.spares) {
-            parked_worker.give(Order::Look);
+            parked_worker.look();
         }
     }
 
@@ -232,7 +232,7 @@ impl Queue {
         lock(&self.spares).push(Arc::clone(parked_worker));
         if self.is_over() {
             // Perhaps since before it was added.
-            parked_worker.give(Order::Look);
+            parked_worker.look();
         }
     }
 
@@ -293,7 +293,13 @@ impl MonitoredWorker for Queue {
             Some(ownership) => {
                 self.parked.fetch_add(1, Ordering::Relaxed);
                 calls.away.push(BlockedCall { call: seen, is_aborted });
-                parked_worker.give(Order::Own(ownership));
+                if let Err(order) = parked_worker.give(Order::Own(ownership)) {
+                    // It has ended with the connection. Another one waits for the queue's transfers.
+                    match self.add_thread(lost) {
+                        Ok(last) => _ = last.give(order),
+                        Err(error) => tracing::error!("the transfers of CPU {} are not waited for: {error}", self.cpu),
+                    }
+                }
                 Replacement::Found
             }
             None => {

@@ -423,7 +423,7 @@ mod tests {
         queue.ring.handle().enter(1, false).unwrap();
         queue.active_transfers.count.fetch_add(1, Ordering::Relaxed);
         end.mark_ended();
-        worker.give(Order::Own(queue.watch.first_owner()));
+        worker.give(Order::Own(queue.watch.first_owner())).unwrap();
         assert_eq!(end.wait_for_threads(Duration::from_millis(100)), 1, "the memory is in use");
         rustix::io::write(&to, &[1]).unwrap();
         assert_eq!(end.wait_for_threads(SOON), 0);
@@ -443,6 +443,16 @@ mod tests {
         assert!(queue.watch.leave(&mut ownership), "the blocked thread keeps the queue, and waits for its transfers");
         queue.add_spare(&worker);
         assert_eq!(end.wait_for_threads(SOON), 0);
+    }
+
+    #[test]
+    fn a_spare_that_has_ended_returns_its_order() {
+        let (queue, worker) = queue();
+        let end = Arc::clone(&queue.connection.end);
+        end.mark_ended();
+        worker.look();
+        assert_eq!(end.wait_for_threads(SOON), 0);
+        assert!(matches!(worker.give(Order::Own(queue.watch.first_owner())), Err(Order::Own(_))));
     }
 
     #[test]

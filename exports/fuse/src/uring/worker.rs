@@ -39,31 +39,58 @@ pub(super) enum Order {
 /// Where a thread waits for its order.
 #[derive(Debug, Default)]
 pub(super) struct ParkedWorker {
-    order: Mutex<Option<Order>>,
+    slot: Mutex<OrderSlot>,
     thread: OnceLock<Thread>,
 }
 
+#[derive(Debug, Default)]
+enum OrderSlot {
+    #[default]
+    Empty,
+    Waits(Order),
+    /// The thread takes no further order.
+    Ended,
+}
+
 impl ParkedWorker {
-    /// Sends the thread a command.
-    pub(super) fn give(&self, order: Order) {
-        let mut waiting = lock(&self.order);
-        // Looking at the queue is the start of every command.
-        if waiting.is_none() || !matches!(order, Order::Look) {
-            *waiting = Some(order);
+    /// Sends the thread a command; returns it if the thread has ended.
+    pub(super) fn give(&self, order: Order) -> Result<(), Order> {
+        let mut slot = lock(&self.slot);
+        match (&*slot, &order) {
+            (OrderSlot::Ended, _) => return Err(order),
+            // Looking at the queue is the start of every command.
+            (OrderSlot::Waits(_), Order::Look) => {}
+            _ => *slot = OrderSlot::Waits(order),
         }
-        drop(waiting);
+        drop(slot);
         if let Some(thread) = self.thread.get() {
             thread.unpark();
         }
+        Ok(())
+    }
+
+    /// Has the thread look whether it is over.
+    pub(super) fn look(&self) {
+        // It may have seen that itself.
+        let _ = self.give(Order::Look);
     }
 
     fn wait(&self) -> Order {
         loop {
-            if let Some(order) = lock(&self.order).take() {
+            if let OrderSlot::Waits(order) = std::mem::take(&mut *lock(&self.slot)) {
                 return order;
             }
             std::thread::park();
         }
+    }
+
+    /// Ends the orders, unless one waits; returns whether they have ended.
+    fn end(&self) -> bool {
+        let mut slot = lock(&self.slot);
+        if matches!(*slot, OrderSlot::Empty) {
+            *slot = OrderSlot::Ended;
+        }
+        matches!(*slot, OrderSlot::Ended)
     }
 }
 
@@ -122,7 +149,8 @@ impl<'a> Worker<'a> {
             let ended = match order {
                 // The kernel may still make transfers of the blocked owner, and nobody else waits for them.
                 Order::Own(_) if self.queue.is_over() => return self.drain(),
-                _ if self.queue.is_over() => return,
+                _ if self.queue.is_over() && parked_worker.end() => return,
+                _ if self.queue.is_over() => continue,
                 Order::Begin(ownership, told) => self.begin(ownership, &told),
                 Order::Own(ownership) => {
                     self.take_over();
