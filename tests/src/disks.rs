@@ -10,7 +10,7 @@ pub use process::Process;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_vfs::Disk;
 use ferry_vhost::Socket;
@@ -20,6 +20,9 @@ use crate::{Device, Guest, GuestCache, GuestResult, Input, Place, directory, gue
 
 /// Where a guest has its first disk.
 pub const GUEST_DISK: &str = "/dev/vda";
+
+/// How long the kernel may hold a lock for a process that was killed, on a machine with much to do.
+const LOCK_PATIENCE: Duration = Duration::from_secs(60);
 
 /// A disk and the server that offers it.
 #[derive(Debug)]
@@ -104,6 +107,20 @@ pub fn guest_with(socket: &Path, script: &str) -> Guest {
     guest.stdout = guest::Output::Piped;
     guest.stderr = guest::Output::Piped;
     guest
+}
+
+/// Runs `qemu-img check` on an image in qcow2 format, once the kernel does nothing for a killed server any more: that holds the lock,
+/// for which qemu-img does not wait.
+pub fn check_image(image: &Path) -> Output {
+    let end = Instant::now() + LOCK_PATIENCE;
+    loop {
+        let checked = Command::new(tool("qemu-img")).args(["check", "-f", "qcow2"]).arg(image).output().unwrap();
+        let is_locked = String::from_utf8_lossy(&checked.stderr).contains("Failed to get shared \"write\" lock");
+        if !is_locked || Instant::now() >= end {
+            return checked;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// A program of the sets `disk` and `xfs` of `guest/fetch`.

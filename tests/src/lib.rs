@@ -194,12 +194,16 @@ impl Drop for Share {
     }
 }
 
+/// How long an emulated guest may boot beside others, on a machine with much to do.
+pub const BOOT: Duration = Duration::from_secs(600);
+
 /// A guest with the share at `socket` as its working directory.
 pub fn guest_on<S: Into<OsString>>(socket: &Path, command: impl IntoIterator<Item = S>) -> Guest {
     let mut guest = Guest::new(GuestCache::from_env().unwrap(), command);
     guest.devices = vec![Device::fs(socket, "t")];
     guest.mounts = vec![Mount::virtiofs("t", MOUNTPOINT)];
     guest.cwd = MOUNTPOINT.into();
+    guest.boot_timeout = BOOT;
     guest.stdin = Input::Null;
     guest.stdout = Output::Piped;
     guest.stderr = Output::Piped;

@@ -445,7 +445,6 @@ fn metrics_count_what_clients_hold() {
     place.unmount(pid);
 }
 
-/// `ferry share` or `ferry disk` of an image, on a socket of the command's name.
 /// The kernel puts as many forgotten inodes into a message as the server's buffer for a WRITE has room for.
 #[test]
 fn inodes_that_are_forgotten_while_a_server_is_busy_are_released() {
@@ -468,6 +467,7 @@ fn inodes_that_are_forgotten_while_a_server_is_busy_are_released() {
     place.unmount(pid);
 }
 
+/// `ferry share` or `ferry disk` of an image, on a socket of the command's name.
 fn shared_image(place: &crate::common::images::Place, command: &str, flag: &str) -> Command {
     if !place.at("image").exists() {
         let mut build = ferry();

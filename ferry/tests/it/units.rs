@@ -128,7 +128,7 @@ fn no_unit_is_killed_as_a_whole_for_want_of_memory() {
 /// A server waits for what it shares, and systemd, which allows five starts in ten seconds (systemd-system.conf(5)), does
 /// not give it up.
 #[test]
-fn servers_wait_for_all_mounts_and_are_started_again_without_limit() {
+fn servers_wait_for_file_systems_and_are_started_again_without_limit() {
     let snapshotter = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/systemd/ferry-snapshotter.service");
     // Credentials of registries are there.
     assert_eq!(values(&snapshotter, "Environment"), ["HOME=/root"]);

@@ -93,8 +93,9 @@ fn start(file: &Path, socket: &Path, args: &[String]) -> RunningProgram {
     // The line comes once the program listens; a file at the socket's place may be its predecessor's.
     while !started.said().0.ends_with('\n') {
         let ended = started.wait(Duration::ZERO);
-        if ended.is_some() && Instant::now() < end && started.said().1.contains("is in use by another process") {
-            // What a killed predecessor wrote may end later than a program waits for, on a busy machine.
+        let in_use = ["is in use by another process", "is in use by a running server"];
+        if ended.is_some() && Instant::now() < end && in_use.iter().any(|text| started.said().1.contains(text)) {
+            // What the kernel still does for a killed predecessor may end later than a program waits for, on a busy machine.
             started = RunningProgram::new(&mut command);
             continue;
         }

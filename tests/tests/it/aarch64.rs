@@ -15,7 +15,6 @@ use crate::{mounts_suites, ninep};
 
 /// Each suite takes a minute under emulation on a machine with nothing else to do.
 const LIMIT: Duration = Duration::from_secs(5400);
-const BOOT: Duration = Duration::from_secs(240);
 
 /// How the kernel's 9P client mounts: a mode whose failing checks `ninep` knows.
 const NINEP_MODE: &str = "msize=1048576,cache=loose,posixacl";
@@ -93,7 +92,6 @@ fn sources_and_exports_pass_the_probe() {
     guest.kind = Kind::Qemu { cpus: 2, root: None };
     guest.arch = Arch::Aarch64;
     guest.memory_mib = 1024;
-    guest.boot_timeout = BOOT;
     let drive = format!("file={},format=raw,if=virtio", disk.display());
     guest.qemu_args = ["-drive", &drive].map(OsString::from).into();
     let ran = run(guest, LIMIT);
@@ -144,7 +142,6 @@ fn the_agent_replays_events() {
     let mut guest = watched.guest(script);
     guest.kind = Kind::Qemu { cpus: 2, root: None };
     guest.arch = Arch::Aarch64;
-    guest.boot_timeout = BOOT;
     let dir = watched.path("d");
     let host = std::thread::spawn(move || {
         let begin = Instant::now();

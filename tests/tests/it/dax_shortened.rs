@@ -28,7 +28,7 @@ const BOTH: u64 = SETUPMAPPING_READ | SETUPMAPPING_WRITE;
 const HELD_UP: Duration = Duration::from_secs(10);
 const MAP: u32 = 9;
 const UNMAP: u32 = 10;
-const TIMEOUT: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(900);
 
 /// Bytes that are nowhere zero, and on each page others.
 fn pattern(bytes: u64) -> Vec<u8> {

@@ -8,7 +8,7 @@ use ferry_tests::disks::{DiskServer, Process, guest_with};
 use ferry_tests::{Place, run};
 
 const MIB: u64 = 1 << 20;
-const TIMEOUT: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(900);
 
 const LIFE_OF_A_FILE_SYSTEM: &str = r#"
 grep -q . /sys/block/vda/serial

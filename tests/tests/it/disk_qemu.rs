@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use ferry_tests::disks::{Process, fio_of_the_cache, tool};
+use ferry_tests::disks::{Process, check_image, fio_of_the_cache, tool};
 use ferry_tests::{Cache, Guest, GuestResult, Kind, Options, Place, Share, collect, directory, guest_on};
 
 const MIB: u64 = 1 << 20;
@@ -146,7 +146,7 @@ fn an_image_lives_through_kills() {
     let mut server = lives_through_kills(server, "num-queues=2,queue-size=256,packed=on", &script);
     server.kill();
     // Unreferenced clusters (status 3) are no damage.
-    let checked = image(&["check", "-f", "qcow2", path]);
+    let checked = check_image(&file);
     assert!(matches!(checked.status.code(), Some(0 | 3)), "{checked:?}");
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver};
 use ferry_tests::disks::model::{Random, SECTOR_BYTES};
-use ferry_tests::disks::{FEATURES, FEATURES_WITHOUT_CACHE, Load, Process, tool};
+use ferry_tests::disks::{FEATURES, FEATURES_WITHOUT_CACHE, Load, Process, check_image, tool};
 use ferry_tests::{Place, directory};
 
 const SECTORS: usize = 8192;
@@ -15,8 +15,6 @@ const IMAGE_SECTORS: usize = 32 * SECTORS;
 const QUEUES: usize = 2;
 /// Longer than anything here takes on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(60);
-/// How long the kernel may hold a lock for a process that was killed.
-const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 /// How many times a server is killed in a long test.
 const MANY: usize = 100;
 
@@ -111,16 +109,7 @@ fn survives_qcow2(way: Way, rounds: usize) {
     let mut server = way.survives(rounds, Process::of(file.clone(), directory, way.args));
     // After the last kill, too, the image is sound; unreferenced clusters are no damage.
     server.kill();
-    // What io_uring still writes for the dead process holds the lock, for which qemu-img does not wait.
-    let end = Instant::now() + LOCK_PATIENCE;
-    let checked = loop {
-        let checked = image(&["check", "-f", "qcow2", path]);
-        let is_locked = String::from_utf8_lossy(&checked.stderr).contains("Failed to get shared \"write\" lock");
-        if !is_locked || Instant::now() >= end {
-            break checked;
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    };
+    let checked = check_image(&file);
     assert!(matches!(checked.status.code(), Some(0 | 3)), "{checked:?}");
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ferry_tests::{GuestCache, Place, directory};
 
 /// A guest under emulation boots in ten seconds.
-const LIMIT: Duration = Duration::from_secs(240);
+const LIMIT: Duration = Duration::from_secs(600);
 const TICK: Duration = Duration::from_millis(50);
 
 /// Three file systems: one of which nothing is said, so that the program is found by its descriptor; one with all that
