@@ -203,8 +203,10 @@ http: {addr: "127.0.0.1:5000", secret: x}
 EOF
 "$registry" serve server/config.yml >server/log 2>&1 &
 # What cannot be compressed is pushed as it is.
-head -c 200000 /dev/urandom >tree/large
-cp tree/large /run/tree/large
+for name in large other; do
+    head -c 190000 /dev/urandom >tree/$name
+    cp tree/$name /run/tree/$name
+done
 server=$!
 there=oci:127.0.0.1:5000/os/base:1
 digest=$("$ferry" image build tree -o image --store store --verity)
