@@ -109,7 +109,7 @@ pub(crate) struct Policy {
     default_timeout: Duration,
     /// Clients are notified of changes.
     receives_notifications: bool,
-    /// Their kernel ignores those of absent names.
+    /// But ignore those about absent names.
     keeps_absent_names: bool,
     attr_timeout: Lifetime,
     /// Long timeouts apply only while the client has an agent; otherwise those of `Auto`.

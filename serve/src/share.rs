@@ -57,7 +57,8 @@ pub struct ShareOptions {
     /// Clients are notified of changes by others, as far as the source reports them. Clients that cannot drop all
     /// names at once then cache names for half a minute at most, unless a timeout is set.
     pub notifications: bool,
-    /// Clients keep that a name does not exist although they are notified of it: they do not cache that, unless a timeout is set.
+    /// Clients ignore notifications about names that do not exist (Linux 6.19 to 7.1): they may not cache that a name does not exist, unless
+    /// a timeout is set.
     pub keeps_absent_names: bool,
     /// Clients' agents receive events, for programs that watch files. The source must publish events.
     pub events: bool,

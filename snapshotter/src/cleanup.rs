@@ -16,8 +16,8 @@ use crate::metadata::{Record, RemoteLayers};
 use crate::running::Running;
 use crate::snapshotter::Snapshotter;
 
-/// How often a collection is tried while other processes use the store, and the pause between two tries.
-const COLLECTIONS_MAX: u32 = 60;
+/// How often a collection is tried while other processes use the store, and the pause after the first try, which doubles: a minute in all.
+const COLLECTIONS_MAX: u32 = 6;
 const COLLECTION_PAUSE: Duration = Duration::from_secs(1);
 
 impl Snapshotter {
@@ -90,7 +90,7 @@ impl Snapshotter {
         // The metadata is closed when the program ends.
         let (lazy, snapshotter) = (Arc::clone(&self.lazy), Arc::downgrade(self));
         let collect = move || {
-            for _ in 0..COLLECTIONS_MAX {
+            for tried in 0..COLLECTIONS_MAX {
                 lazy.wait_for_pulls();
                 let Some(all) = snapshotter.upgrade() else { return };
                 log_failure(all.collect());
@@ -98,7 +98,7 @@ impl Snapshotter {
                     break;
                 }
                 drop(all);
-                thread::sleep(COLLECTION_PAUSE);
+                thread::sleep(COLLECTION_PAUSE * (1 << tried));
             }
             drop(collecting);
             // One that was skipped since the last look found this thread running.

@@ -6,7 +6,7 @@
 //! reports the chosen transport, and why a faster one is not used.
 //!
 //! A blocked handler delays no other request: another thread takes over. A handler that blocks for too long, or panics,
-//! fails its own caller only.
+//! fails its own caller only. A panic elsewhere in a thread of the mount ends the mount.
 //!
 //! ```no_run
 //! # fn source() -> std::sync::Arc<dyn ferry_vfs::FileSystem> { unimplemented!() }

@@ -14,7 +14,6 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 use ferry_control::{Control, Logging};
 use ferry_fuse::MountEntry;
-use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -24,7 +23,7 @@ use super::args::LazyArgs;
 use super::kernel;
 use super::mount::{MountArgs, NEEDS_BLOCK_DEVICE, attach};
 use super::registry::{self, Background, ImageObjects, JOBS, Origin};
-use super::watch::{KernelMountError, Watch, wait_for_unmount};
+use super::watch::{KernelMountError, MNT_ID_UNIQUE, Watch, mount_id, unique_id, wait_for_unmount};
 use crate::background::{self, Terminal};
 use crate::control;
 use crate::flags::ImageDigest;
@@ -114,7 +113,7 @@ pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
     let guardian = ManuallyDrop::new(guardian);
     let objects = Arc::new(objects);
     watch.serve(&objects, THREADS_MIN + usize::from(origin.jobs))?;
-    let mount = ServedMount { id: attach(args, &image, &|number| watch.path(number))?, dir };
+    let mount = ServedMount::new(attach(args, &image, &|number| watch.path(number))?, dir);
     let served = control::served_image(path, &mount.dir, &objects);
     let _control = Control::start(Control::bind(), vec![served].into(), logging.clone(), control::OWNER);
     let over = wait(&mount, signals, background, &objects, terminal).inspect_err(|_| {
@@ -144,11 +143,17 @@ pub fn mount(args: &MountArgs, pulled: Option<ImageObjects>, line: &[OsString], 
 /// The mount that this process serves.
 struct ServedMount {
     id: u64,
+    /// The kernel reuses the other id. `None`: another mount covered it at once.
+    unique: Option<u64>,
     /// Where it was mounted.
     dir: PathBuf,
 }
 
 impl ServedMount {
+    fn new(id: u64, dir: PathBuf) -> Self {
+        Self { id, unique: unique_id(&dir, id), dir }
+    }
+
     /// Returns where the mount is now: it may have been moved, or a directory above it renamed.
     fn path(&self) -> PathBuf {
         let found = MountEntry::all().ok().and_then(|all| all.into_iter().find(|mounted| mounted.id == self.id));
@@ -157,8 +162,7 @@ impl ServedMount {
 
     /// Whether `unmount` would remove this mount, and not another one that covers it.
     fn is_on_top(&self) -> bool {
-        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
-        statx(CWD, self.path(), flags, StatxFlags::MNT_ID).is_ok_and(|found| found.stx_mnt_id == self.id)
+        self.unique.is_some() && mount_id(&self.path(), MNT_ID_UNIQUE) == self.unique
     }
 
     fn unmount(&self, flags: UnmountFlags) -> rustix::io::Result<()> {
@@ -239,6 +243,7 @@ mod tests {
 
     #[test]
     fn a_mount_is_found_where_it_was_moved_to() {
+        use rustix::fs::StatxFlags;
         use rustix::mount::{MountFlags, mount};
         let directory = tempfile::tempdir().expect("a directory");
         let at = |name: &str| directory.path().canonicalize().expect("it was made").join(name);
@@ -247,10 +252,11 @@ mod tests {
         if let Err(error) = mounted(at("before/mnt")) {
             return ferry_skip::skip!("cannot mount: {error}");
         }
-        let id = || Some(statx(CWD, at("after/mnt"), AtFlags::empty(), StatxFlags::MNT_ID).ok()?.stx_mnt_id);
+        let id = || mount_id(&at("after/mnt"), StatxFlags::MNT_ID);
         let renamed = fs::rename(at("before"), at("after"));
-        let served = ServedMount { id: id().unwrap_or_default(), dir: at("before/mnt") };
-        let (path, is_on_top) = (served.path(), served.is_on_top());
+        let served =
+            ServedMount { dir: at("before/mnt"), ..ServedMount::new(id().unwrap_or_default(), at("after/mnt")) };
+        let (path, is_on_top, has_unique) = (served.path(), served.is_on_top(), served.unique.is_some());
         let covered = mounted(at("after/mnt"));
         let is_covered = !served.is_on_top();
         let uncovered = unmount(at("after/mnt"), UnmountFlags::DETACH);
@@ -259,6 +265,9 @@ mod tests {
         // What the steps above have left.
         let _ = [at("before/mnt"), at("after/mnt")].map(|path| unmount(path, UnmountFlags::DETACH));
         renamed.expect("directories can be renamed");
+        if !has_unique {
+            return ferry_skip::skip!("no unique mount ids before Linux 6.8");
+        }
         assert_eq!((path, is_on_top), (at("after/mnt"), true));
         covered.and(uncovered).expect("root can mount");
         assert!(is_covered, "another mount is there");

@@ -65,7 +65,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(10);
 /// default. Beyond this, readers of present data wait as well.
 const WAITING_MAX: usize = 256;
 /// `STATX_MNT_ID_UNIQUE` of include/uapi/linux/stat.h (Linux 6.8): the id of a mount that no later one gets.
-const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
+pub const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 /// The time for which a refusal is repeated: EROFS retries for each page that it could not read.
 const REFUSAL_TIME: Duration = Duration::from_secs(1);
 
@@ -392,7 +392,7 @@ pub fn wait_for_unmount(id: u64) -> io::Result<()> {
     let table = File::open("/proc/self/mountinfo")?;
     let found = MountEntry::all()?.into_iter().find(|mounted| mounted.id == id);
     let Some(MountEntry { at, kind, source, .. }) = found else { return Ok(()) };
-    let unique = mount_id(&at, StatxFlags::MNT_ID).filter(|top| *top == id).and_then(|_| mount_id(&at, MNT_ID_UNIQUE));
+    let unique = unique_id(&at, id);
     // The kernel reuses mount ids.
     let is_it = |mounted: &MountEntry| mounted.id == id && mounted.kind == kind && mounted.source == source;
     // The table is read only if the mount is covered or gone: with many mounts it is long, and each has a process that waits here.
@@ -415,8 +415,13 @@ pub fn wait_for_unmount(id: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// Returns the id, which no later mount gets, of the mount with this other id, if it is the topmost one at a path.
+pub fn unique_id(at: &Path, id: u64) -> Option<u64> {
+    mount_id(at, StatxFlags::MNT_ID).filter(|top| *top == id).and_then(|_| mount_id(at, MNT_ID_UNIQUE))
+}
+
 /// Returns the id of the topmost mount at a path, of one of both kinds.
-fn mount_id(at: &Path, kind: StatxFlags) -> Option<u64> {
+pub fn mount_id(at: &Path, kind: StatxFlags) -> Option<u64> {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT | AtFlags::STATX_DONT_SYNC;
     let found = statx(CWD, at, flags, kind).ok()?;
     (found.stx_mask & kind.bits() != 0).then_some(found.stx_mnt_id)

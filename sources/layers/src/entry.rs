@@ -301,6 +301,20 @@ mod tests {
     }
 
     #[test]
+    fn nothing_is_removed_if_an_image_in_use_is_unreadable() {
+        let directory = tempfile::tempdir().unwrap();
+        let (entries, entry) = (Entries::open(directory.path()).unwrap(), Entry { uses: 1, ..entry("c") });
+        entries.put(&entry).unwrap();
+        let image = entries.image(&entry);
+        // Opening it fails (ELOOP), as without a free descriptor.
+        std::os::unix::fs::symlink(&image, &image).unwrap();
+        drop(entries);
+        let opened = Entries::open(directory.path());
+        assert!(matches!(opened, Err(Error::Image(ferry_image::Error::Io { .. }))));
+        assert!(image.is_symlink());
+    }
+
+    #[test]
     fn nothing_is_removed_if_an_entry_is_unreadable() {
         let directory = tempfile::tempdir().unwrap();
         let (entries, entry) = (Entries::open(directory.path()).unwrap(), entry("c"));
