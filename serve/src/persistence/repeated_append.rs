@@ -44,8 +44,8 @@ pub(crate) fn prior_append(
     }
     // The client's own handle may be for writing only.
     let Ok(handle) = source.open(caller, range.ino, OFlags::RDONLY) else {
-        // Nor may the server read it. To write the same bytes to the same place is right unless others appended meanwhile.
-        return Ok(PriorAppend::Part);
+        // Nor may the server read it. Bytes that are there twice are better than those of others overwritten.
+        return Ok(PriorAppend::Nothing);
     };
     let at = IoRange { handle, offset: start, flags: OFlags::RDONLY, clear_privileges: false, ..*range };
     let mut search = Search::new(payload);

@@ -313,7 +313,11 @@ fn a_repeated_create_looks_up_an_existing_file() {
 
 /// A file that its server appends to; the server reads it only through handles that are open for reading.
 #[derive(Debug)]
-struct Log(std::path::PathBuf);
+struct Log {
+    path: std::path::PathBuf,
+    /// Nobody may open it for reading.
+    is_secret: bool,
+}
 
 impl FileSystem for Log {
     fn lookup(&self, _: &Caller<'_>, _: Ino, _: Name<'_>) -> Result<Entry> {
@@ -321,21 +325,24 @@ impl FileSystem for Log {
     }
     fn forget(&self, _: Ino, _: u64) {}
     fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
-        let size = std::fs::metadata(&self.0).unwrap().len();
+        let size = std::fs::metadata(&self.path).unwrap().len();
         Ok(Attr { ino: ino.0, mode: REGULAR | 0o644, nlink: 1, size, ..Attr::default() })
     }
     fn open(&self, _: &Caller<'_>, _: Ino, flags: OFlags) -> Result<Handle> {
+        if self.is_secret && flags & OFlags::ACCMODE == OFlags::RDONLY {
+            return Err(Errno::ACCESS);
+        }
         Ok(Handle(flags.bits().into()))
     }
     fn release(&self, _: &Caller<'_>, _: Ino, _: Handle) {}
     fn read(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Output) -> Result<Data> {
         assert_eq!(at.handle, Handle(OFlags::RDONLY.bits().into()));
-        let file = Arc::new(Backing::new(std::fs::File::open(&self.0).unwrap().into()));
+        let file = Arc::new(Backing::new(std::fs::File::open(&self.path).unwrap().into()));
         Ok(Data::Extent(Extent { file, offset: at.offset }))
     }
     fn write(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Input) -> Result<Data> {
         let appends = at.flags.contains(OFlags::APPEND);
-        let file = std::fs::File::options().write(!appends).append(appends).open(&self.0).unwrap();
+        let file = std::fs::File::options().write(!appends).append(appends).open(&self.path).unwrap();
         Ok(Data::Extent(Extent { file: Arc::new(Backing::new(file.into())), offset: at.offset }))
     }
 }
@@ -344,9 +351,11 @@ impl FileSystem for Log {
 fn a_repeated_append_keeps_the_bytes_of_others_and_is_made_once() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("log");
+    let is_secret = std::cell::Cell::new(false);
     let ask = |before: &[u8], flags: OFlags, offset: u64, data: &[u8]| {
         std::fs::write(&path, before).unwrap();
-        let mut client = Client::new(Arc::new(Log(path.clone())), &ShareOptions::default(), SessionSlot::default());
+        let log = Log { path: path.clone(), is_secret: is_secret.get() };
+        let mut client = Client::new(Arc::new(log), &ShareOptions::default(), SessionSlot::default());
         client.again = true;
         let handle = Handle((OFlags::WRONLY | OFlags::APPEND).bits().into());
         let len = u32::try_from(data.len()).unwrap();
@@ -381,4 +390,8 @@ fn a_repeated_append_keeps_the_bytes_of_others_and_is_made_once() {
     let (long, old) = (vec![b'x'; 9000], vec![b'o'; 100]);
     let whole = [&old[..], &long].concat();
     assert_eq!(ask(&whole[..8192], append, 100, &long), whole);
+    // What is there cannot be read: bytes may be there twice, and those of others stay.
+    is_secret.set(true);
+    assert_eq!(ask(b"old\ntheirs\n", append, 4, mine), b"old\ntheirs\nmine\n");
+    assert_eq!(ask(b"old\nmine\n", append, 4, mine), b"old\nmine\nmine\n");
 }
