@@ -2,9 +2,9 @@
 
 use std::ffi::OsStr;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::{Cache, Kind, Options, Place, Share, collect, directory, guest_on};
+use crate::{Cache, Kind, Options, Place, Share, directory, guest_on, run};
 
 /// A guest without KVM on a machine that has other things to do.
 const TIMEOUT: Duration = Duration::from_secs(600);
@@ -21,9 +21,7 @@ pub fn run_on_host_root<const N: usize>(script: &str, args: [&Path; N]) -> Strin
     guest.mounts.clear();
     guest.cwd = "/".into();
     guest.memory_mib = 1024;
-    let begin = Instant::now();
-    let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
-    let ran = collect(running, TIMEOUT, begin);
+    let ran = run(guest, TIMEOUT);
     println!("{:?}, {}", ran.took, ran.out);
     ran.ok()
 }

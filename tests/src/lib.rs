@@ -25,7 +25,7 @@ use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 pub use ferry_dir::{Dir, Usage};
@@ -249,9 +249,55 @@ pub fn static_program(arch: guest::Arch, name: &str) -> Option<PathBuf> {
 /// Runs a guest to its end.
 #[track_caller]
 pub fn run(guest: Guest, timeout: Duration) -> GuestResult {
+    run_beside(guest, timeout, || ())
+}
+
+/// Runs a guest to its end, and what the host does meanwhile, which begins with it.
+#[track_caller]
+pub fn run_beside(guest: Guest, timeout: Duration, host: impl FnOnce() + Send) -> GuestResult {
+    let _turn = Turn::of(&guest);
     let start = Instant::now();
     let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
-    collect(running, timeout, start)
+    std::thread::scope(|scope| {
+        let host = scope.spawn(host);
+        let ran = collect(running, timeout, start);
+        host.join().unwrap();
+        ran
+    })
+}
+
+/// The turn of an emulated guest. Each computes all the time, for the CPUs that it emulates: if many run side by side, all pass
+/// their time limits.
+#[derive(Debug)]
+pub struct Turn(());
+
+/// The number of emulated guests that run now.
+static EMULATED: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+impl Turn {
+    /// The maximum number of emulated guests that run side by side.
+    const SIDE_BY_SIDE_MAX: usize = 3;
+    /// The maximum wait: the guests of others may hang.
+    const WAIT_MAX: Duration = Duration::from_secs(1200);
+
+    /// Waits for the turn of a guest. `None` for User-mode Linux, whose guests wait most of the time.
+    pub fn of(guest: &Guest) -> Option<Self> {
+        if guest.kind == Kind::Uml {
+            return None;
+        }
+        let running = EMULATED.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let many = |running: &mut usize| *running >= Self::SIDE_BY_SIDE_MAX;
+        let waited = EMULATED.1.wait_timeout_while(running, Self::WAIT_MAX, many);
+        *waited.unwrap_or_else(PoisonError::into_inner).0 += 1;
+        Some(Self(()))
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        *EMULATED.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        EMULATED.1.notify_one();
+    }
 }
 
 /// A guest's end and what it wrote.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferry_tests::guest::Arch;
 use ferry_tests::mounts::{ServerVendor, Source};
-use ferry_tests::{Cache, Kind, Options, Place, Share, alone, directory, run, static_program};
+use ferry_tests::{Cache, Kind, Options, Place, Share, alone, directory, run, run_beside, static_program};
 
 use crate::events::Watched;
 use crate::{mounts_suites, ninep};
@@ -143,16 +143,15 @@ fn the_agent_replays_events() {
     guest.kind = Kind::Qemu { cpus: 2, root: None };
     guest.arch = Arch::Aarch64;
     let dir = watched.path("d");
-    let host = std::thread::spawn(move || {
+    let said = run_beside(guest, LIMIT, || {
         let begin = Instant::now();
         while !dir.with_file_name("ready").exists() && begin.elapsed() < LIMIT {
             std::thread::sleep(Duration::from_millis(50));
         }
         let script = "mkfifo fifo; sleep 0.5; mv fifo moved; sleep 0.5; rm moved; sleep 0.5; : >end";
         assert!(Command::new("sh").args(["-euc", script]).current_dir(dir).status().unwrap().success());
-    });
-    let said = run(guest, LIMIT).ok();
-    host.join().unwrap();
+    })
+    .ok();
     let expected =
         ["d CREATE fifo", "d MOVED_FROM fifo 0", "d MOVED_TO moved 0", "d DELETE moved", "d CREATE end", "agent 0"];
     assert_eq!(said.lines().collect::<Vec<_>>(), expected);

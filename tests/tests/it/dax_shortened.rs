@@ -12,7 +12,7 @@ use ferry_tests::confined::ConfinedShare;
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::mounts::missing;
 use ferry_tests::window::{FrontEndRequest, answer, next_wish};
-use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, directory, guest_on, log, run};
+use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, directory, guest_on, log, run_beside};
 use ferry_vfs::{Caller, FileSystem, Ino, Name, OFlags, SetAttr};
 use ferry_wire::fuse::abi::{
     AttrOut, CopyFileRangeIn, FATTR_SIZE, InitFlags, MINOR_MAX, Opcode, RemovemappingIn, RemovemappingOne,
@@ -456,7 +456,7 @@ fn a_qemu_guest_outlives_the_truncation_of_a_file_that_it_has_mapped() {
     guest.cwd = "/mnt/share".into();
     let (socket, beside) = share.beside(Cache::None, 1);
     let directory = share.path.clone();
-    let cuts = std::thread::spawn(move || {
+    let ran = run_beside(guest, TIMEOUT, || {
         for (name, size) in [("part", 3_000_000), ("whole", 0)] {
             let end = Instant::now() + TIMEOUT;
             while std::fs::metadata(directory.join(format!("{name}.ready"))).is_err() {
@@ -471,8 +471,6 @@ fn a_qemu_guest_outlives_the_truncation_of_a_file_that_it_has_mapped() {
             File::create(directory.join(format!("{name}.go"))).unwrap();
         }
     });
-    let ran = run(guest, TIMEOUT);
-    cuts.join().unwrap();
     let said = ran.ok();
     println!("{said}");
     // A program that its own signal ends may have stored nothing.

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ferry_tests::disks::{Process, check_image, fio_of_the_cache, tool};
-use ferry_tests::{Cache, Guest, GuestResult, Kind, Options, Place, Share, collect, directory, guest_on};
+use ferry_tests::{Cache, Guest, GuestResult, Kind, Options, Place, Share, Turn, collect, directory, guest_on};
 
 const MIB: u64 = 1 << 20;
 /// A guest without KVM on a machine that has other things to do.
@@ -34,6 +34,7 @@ fn guest(programs: &Share, socket: &Path, device: &str, script: &str) -> Guest {
 /// Runs a guest, and kills the disk's server and starts it again whenever `pause` is over.
 #[track_caller]
 fn run_under_kills(guest: Guest, server: &mut Process, pause: Duration) -> (GuestResult, usize) {
+    let _turn = Turn::of(&guest);
     let begin = Instant::now();
     let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
     // The server ends with the thread that starts it, so that is this one.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use ferry_tests::disks::tool;
 use ferry_tests::mounts::program;
-use ferry_tests::{Cache, Guest, Kind, Options, Place, Share, collect, directory, guest_on};
+use ferry_tests::{Cache, Guest, Kind, Options, Place, Share, Turn, directory, guest_on, run};
 
 /// A guest without KVM on a machine that has other things to do.
 const TIMEOUT: Duration = Duration::from_secs(600);
@@ -148,20 +148,20 @@ fn synced_data_survive_the_server_and_the_machine() {
         File::create(cells).unwrap().set_len(u64::from(NVDIMM_MIB) << 20).unwrap();
     }
     let begin = std::time::Instant::now();
-    let mut running = guest(&programs, &cells, FIRST).spawn().unwrap_or_else(|error| panic!("{error}"));
+    let first = guest(&programs, &cells, FIRST);
+    let turn = Turn::of(&first);
+    let mut running = first.spawn().unwrap_or_else(|error| panic!("{error}"));
     // What it says is read as it comes, so that it can be shown if the guest does not get to its end.
     let (out, err) = (running.stdout.take().unwrap(), running.stderr.take().unwrap());
     let said = std::thread::spawn(move || BufReader::new(err).lines().map_while(Result::ok).collect::<Vec<_>>());
     out.set_read_timeout(Some(TIMEOUT)).unwrap();
     let ready = BufReader::new(out).lines().map_while(Result::ok).any(|line| line == "the power may fail now");
     // The end of the machine, all at once.
-    drop(running);
+    drop((running, turn));
     let said = said.join().unwrap();
     assert!(ready, "the first guest failed:\n{}", said.join("\n"));
     println!("written, killed: {:?}", begin.elapsed());
-    let begin = std::time::Instant::now();
-    let running = guest(&programs, &cells, SECOND).spawn().unwrap_or_else(|error| panic!("{error}"));
-    let ran = collect(running, TIMEOUT, begin);
+    let ran = run(guest(&programs, &cells, SECOND), TIMEOUT);
     println!("found again: {:?}", ran.took);
     ran.ok();
 }

@@ -11,7 +11,7 @@ use ferry_tests::disks::model::Random;
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::survivor::Survivor;
 use ferry_tests::{
-    Device, Guest, GuestCache, GuestResult, Kind, Options, Place, Share, TIMEOUT, collect, directory, guest_on,
+    Device, Guest, GuestCache, GuestResult, Kind, Options, Place, Share, TIMEOUT, Turn, collect, directory, guest_on,
 };
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
@@ -92,9 +92,13 @@ struct GuestOutputThread(JoinHandle<GuestResult>);
 
 impl GuestOutputThread {
     fn new(guest: Guest) -> Self {
+        let turn = Turn::of(&guest);
         let begin = Instant::now();
         let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
-        Self(std::thread::spawn(move || collect(running, GUEST_MAX, begin)))
+        Self(std::thread::spawn(move || {
+            let _turn = turn;
+            collect(running, GUEST_MAX, begin)
+        }))
     }
 
     /// Waits until something happens, while the guest runs.
