@@ -2,13 +2,25 @@
 
 use std::path::Path;
 
-use ferry_image::{Digest, Store};
+use ferry_image::{Digest, Image, Store, Trace};
 
 use crate::error::{Error, Result};
 use crate::layers::pull_compact;
 use crate::manifest::Sha256;
 use crate::push::{PushAs, push_as};
+use crate::referrers::{self, Converted};
 use crate::remote::{Document, Remote};
+use crate::traces::now;
+
+/// How an image is converted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConvertOptions {
+    /// The files that a workload needs first: they go into a pack of their own, in this order. Such an image is used instead of those
+    /// that were converted before.
+    pub order: Option<Trace>,
+    /// The number of parallel requests.
+    pub jobs: usize,
+}
 
 /// The outcome of [`convert`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,31 +36,46 @@ pub struct ConvertOutcome {
 }
 
 /// Pulls a container image, builds an image of it at `output`, and stores that beside the container image. If one is
-/// there, nothing is pulled, and there is no `output`.
+/// there and no order is wanted, nothing is pulled, and there is no `output`.
 ///
 /// # Errors
 ///
-/// The reference names no container image, its data are wrong, or the server refuses a request or is not reachable.
+/// The reference names no container image, its data are wrong, it has none of the files of the order, or the server refuses a request or
+/// is not reachable.
 pub fn convert(
     remote: &Remote,
     output: &Path,
     directory: &Path,
-    jobs: usize,
+    options: &ConvertOptions,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<ConvertOutcome> {
+    let ConvertOptions { order, jobs } = options;
+    let refused = |reason: &str| Error::Container { name: remote.reference().to_string(), reason: reason.into() };
     let Document::Container(container) = remote.find()?.0 else {
-        let reason = "it is an image of Ferry already".into();
-        return Err(Error::Container { name: remote.reference().to_string(), reason });
+        return Err(refused("it is an image of Ferry already"));
     };
     let subject = container.manifest;
     let known = remote.converted(subject)?;
-    if let Some((manifest, digest)) = known.iter().find_map(|known| Some((known.manifest, known.tree?))) {
-        return Ok(ConvertOutcome { digest, manifest, subject, sent_bytes: None });
+    let newest = referrers::newest(&known);
+    let unchanged = |known: &Converted| {
+        Some(ConvertOutcome { digest: known.tree?, manifest: known.manifest, subject, sent_bytes: None })
+    };
+    if let Some(outcome) = newest.filter(|_| order.is_none()).and_then(unchanged) {
+        return Ok(outcome);
     }
     let store = Store::create(directory)?;
-    pull_compact(remote, &container, output, directory, jobs, progress)?;
-    let kind = PushAs::Referrer(&container);
-    let pushed = push_as(remote, (output, None), &store, directory, &kind, jobs, progress)?;
+    pull_compact(remote, &container, output, directory, (order.as_ref(), *jobs), progress)?;
+    if order.is_some() {
+        let image = Image::open(output, None)?;
+        if !image.packs().iter().any(|pack| pack.ahead) {
+            return Err(refused("it has none of the files in the list, which must be of a container of this image"));
+        }
+        if let Some(outcome) = newest.filter(|known| known.image == Some(image.digest())).and_then(unchanged) {
+            return Ok(outcome);
+        }
+    }
+    let kind = PushAs::Referrer(&container, order.as_ref().map(|_| now()));
+    let pushed = push_as(remote, (output, None), &store, directory, &kind, *jobs, progress)?;
     Ok(ConvertOutcome {
         digest: pushed.digest,
         manifest: pushed.manifest,

@@ -11,7 +11,7 @@ use std::thread;
 
 use ferry_image::{
     BuildLayersError, BuildOptions, BuildReport, Digest, Image, Layer, LayerError, Store, Trace, build, build_layers,
-    mostly_unneeded_packs,
+    unneeded_packs,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -34,6 +34,10 @@ const TABLE_REQUESTS: usize = 4;
 
 /// How often an image is built again at most, to do without packs of which it needs little.
 const COMPACT_BUILDS_MAX: usize = 3;
+/// If an image that others fetch does not need more of a pack, it gets packs of its own.
+const UNNEEDED_PERCENT: u64 = 50;
+/// The same for an image whose files have an order: who orders them minds what is fetched.
+const ORDERED_UNNEEDED_PERCENT: u64 = 10;
 
 /// The number of images or layers of which tables of contents are in memory at once.
 const TABLES_AT_ONCE: usize = 4;
@@ -229,17 +233,19 @@ pub(crate) fn pull_compact(
     container: &Container,
     output: &Path,
     store: &Path,
-    jobs: usize,
+    (order, jobs): (Option<&Trace>, usize),
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<(Digest, u64)> {
     let build = |source: &Path, new: &Path| {
-        let mut options = BuildOptions::default();
+        let mut options = BuildOptions { order: order.cloned(), ..BuildOptions::default() };
         let build = |options: &BuildOptions| build(source, new, Store::create(store)?, options, &|_, _| {});
         let mut built = build(&options)?;
+        // What the pack of an order has was in the other packs.
+        let unneeded_percent = if order.is_some() { ORDERED_UNNEEDED_PERCENT } else { UNNEEDED_PERCENT };
         // Objects of packs that are left out may be in further packs of others.
         for _ in 0..COMPACT_BUILDS_MAX {
             let damaged = |reason| ferry_image::Error::Invalid { path: new.into(), reason };
-            let unneeded = mostly_unneeded_packs(&Image::open(new, None)?).map_err(damaged)?;
+            let unneeded = unneeded_packs(&Image::open(new, None)?, unneeded_percent).map_err(damaged)?;
             if unneeded.is_empty() {
                 break;
             }

@@ -14,7 +14,7 @@ use crate::manifest::Sha256;
 use crate::packs::Packs;
 use crate::pull::open_metadata;
 use crate::reference::{Reference, Version};
-use crate::referrers::Converted;
+use crate::referrers::{self, Converted};
 use crate::remote::{Document, Remote};
 use crate::traces::pull_trace;
 
@@ -198,7 +198,7 @@ fn converted(
     output: &Path,
     store: &Path,
 ) -> Result<Option<(Sha256, Arc<Packs>)>> {
-    let Some(found) = known.iter().find(|known| known.tree.is_some()) else { return Ok(None) };
+    let Some(found) = referrers::newest(known) else { return Ok(None) };
     let (manifest, name) = remote.converted_image(found)?;
     let invalid = |reason: &str| Error::Manifest { name: remote.reference().to_string(), reason: reason.into() };
     if manifest.subject.as_ref().is_none_or(|subject| subject.manifest.sha256 != container.manifest) {

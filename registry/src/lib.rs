@@ -47,7 +47,7 @@ mod s3;
 mod traces;
 
 pub use container_image::{ContainerImage, StackedLayer, fetch_layer};
-pub use convert::{ConvertOutcome, convert};
+pub use convert::{ConvertOptions, ConvertOutcome, convert};
 pub use credentials::parse_credentials;
 pub use error::{Error, Result};
 pub use files::{LIST_BYTES_MAX, list_beside};

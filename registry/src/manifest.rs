@@ -38,6 +38,8 @@ const PACKED_PART_TYPE: &str = "application/vnd.ferry.pack.part.v2+zstd";
 pub(crate) const DIGEST_KEY: &str = "ferry.digest";
 /// The digest of the tree, on a manifest that refers to a container image.
 pub(crate) const TREE_KEY: &str = "ferry.tree";
+/// When it was made, in seconds since 1970, on manifests of which the newest is used.
+pub(crate) const CREATED_KEY: &str = "ferry.created";
 /// The blobs that a mount needs first, on the same manifest: `DIGITS:BYTES,...`. Who has a list of referrers can ask for them together
 /// with the manifest, which proves them.
 pub(crate) const FIRST_KEY: &str = "ferry.first";
@@ -126,6 +128,8 @@ pub(crate) struct Subject {
     pub manifest: Blob,
     /// The tree that was made of it.
     pub tree: Digest,
+    /// When, in seconds since 1970, if it is to be used instead of older ones.
+    pub created: Option<u64>,
 }
 
 /// An image in a manifest.
@@ -274,8 +278,11 @@ impl Manifest {
         };
         let packs = packs.into_iter().map(whole).collect::<Result<_, String>>()?;
         let tree = document.annotations.get(TREE_KEY).and_then(|tree| Digest::parse(tree.as_bytes()));
+        let created = document.annotations.get(CREATED_KEY).and_then(|created| created.parse().ok());
         let subject = match document.subject.zip(tree) {
-            Some((found, tree)) => Some(Subject { manifest: found.blob()?, media_type: found.media_type, tree }),
+            Some((found, tree)) => {
+                Some(Subject { manifest: found.blob()?, media_type: found.media_type, tree, created })
+            }
             None => None,
         };
         Ok(Self { digest, image, packs, subject })
@@ -287,9 +294,12 @@ impl Manifest {
         let indexes = order.iter().filter_map(|pack| self.packs.get(pack)?.index);
         let first = std::iter::once(self.image).chain(indexes).filter(|blob| blob.bytes <= FIRST_BYTES_MAX);
         let first: Vec<_> = first.take(FIRST_MAX).map(|blob| format!("{}:{}", blob.sha256, blob.bytes)).collect();
+        let created = subject.created.map(|created| (CREATED_KEY, created.to_string()));
         [(DIGEST_KEY, self.digest.to_string()), (TREE_KEY, subject.tree.to_string()), (FIRST_KEY, first.join(","))]
+            .into_iter()
+            .chain(created)
             .map(|(key, value)| (key.into(), value))
-            .into()
+            .collect()
     }
 
     /// Encodes the manifest, with packs in the order of the image.
@@ -354,7 +364,8 @@ mod tests {
         assert_eq!(Manifest::read(&packed.write(&[pack])).unwrap(), packed);
         let range = packed.packs[&pack].pieces(&(149..300_150)).unwrap();
         assert_eq!(range.iter().map(|(_, range)| range.clone()).collect::<Vec<_>>(), [49..50, 0..300_000]);
-        let subject = Some(Subject { media_type: MANIFEST_TYPE.into(), manifest: blob(8, 500), tree });
+        let subject =
+            Some(Subject { media_type: MANIFEST_TYPE.into(), manifest: blob(8, 500), tree, created: Some(7) });
         let referrer = Manifest { subject, ..manifest };
         assert_eq!(Manifest::read(&referrer.write(&[pack])).unwrap(), referrer);
         let document: Value = serde_json::from_slice(&bytes).unwrap();

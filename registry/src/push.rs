@@ -105,8 +105,8 @@ impl<'a> PartSource<'a> {
 pub(crate) enum PushAs<'a> {
     /// The image that the remote's reference names.
     Named,
-    /// A referrer of a container image, without a name of its own.
-    Referrer(&'a Container),
+    /// A referrer of a container image, without a name of its own. With a time, in seconds since 1970, it is used instead of older ones.
+    Referrer(&'a Container, Option<u64>),
 }
 
 /// Pushes an image with its packs, or parts of composefs's objects, that the server lacks. Each object is verified
@@ -149,7 +149,10 @@ pub(crate) fn push_as(
     let mut names = Vec::new();
     // For each pack: whether it has an index, and the number of parts.
     let mut counts = Vec::new();
-    for pack in opened.packs().iter().map(|pack| pack.name) {
+    // Those first whose indexes are needed first.
+    let mut packs: Vec<_> = opened.packs().iter().collect();
+    packs.sort_by_key(|pack| !pack.ahead);
+    for pack in packs.into_iter().map(|pack| pack.name) {
         let path = store.pack_path(pack);
         let file = File::open(&path).map_err(|source| io_error("open", &path, source))?;
         let bytes = file.metadata().map_err(|source| io_error("examine", &path, source))?.len();
@@ -177,9 +180,9 @@ pub(crate) fn push_as(
     let tree = opened.shown_digest();
     let subject = match kind {
         PushAs::Named => None,
-        PushAs::Referrer(Container { manifest, bytes, media_type, .. }) => {
+        PushAs::Referrer(Container { manifest, bytes, media_type, .. }, created) => {
             let manifest = Blob { sha256: *manifest, bytes: bytes.len() as u64 };
-            Some(Subject { media_type: media_type.clone(), manifest, tree })
+            Some(Subject { media_type: media_type.clone(), manifest, tree, created: *created })
         }
     };
     let manifest_of = |blobs: Vec<Part>| {
@@ -201,7 +204,7 @@ pub(crate) fn push_as(
     let bytes = manifest.write(&names);
     match kind {
         PushAs::Named => remote.put_manifest(&bytes)?,
-        PushAs::Referrer(container) => {
+        PushAs::Referrer(container, _) => {
             let entry = referrers::entry(Sha256::of(&bytes), bytes.len() as u64, &manifest.annotations(&names));
             remote.put_referrer(container.manifest, &bytes, &entry)?;
         }

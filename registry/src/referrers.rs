@@ -10,7 +10,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::manifest::{
-    ARTIFACT_TYPE, Blob, DIGEST_KEY, FIRST_BYTES_MAX, FIRST_KEY, FIRST_MAX, MANIFEST_TYPE, Sha256, TREE_KEY, excerpt,
+    ARTIFACT_TYPE, Blob, CREATED_KEY, DIGEST_KEY, FIRST_BYTES_MAX, FIRST_KEY, FIRST_MAX, MANIFEST_TYPE, Sha256,
+    TREE_KEY, excerpt,
 };
 
 /// The media type of an index.
@@ -24,6 +25,8 @@ pub(crate) struct Converted {
     pub tree: Option<Digest>,
     /// The digest of the image.
     pub image: Option<Digest>,
+    /// When it was made, in seconds since 1970; 0 if the list does not say it.
+    pub created: u64,
     /// Blobs that a mount needs first, as far as the list says.
     pub first: Vec<Blob>,
 }
@@ -106,9 +109,15 @@ pub(crate) fn parse(list: &[u8]) -> Result<Vec<Converted>, String> {
         let digest = |key: &str| Digest::parse(annotation(key)?.as_bytes());
         let manifest = Sha256::from_hex(entry.digest.strip_prefix("sha256:")?)?;
         let first = annotation(FIRST_KEY).map(first_blobs).unwrap_or_default();
-        Some(Converted { manifest, tree: digest(TREE_KEY), image: digest(DIGEST_KEY), first })
+        let created = annotation(CREATED_KEY).and_then(|created| created.parse().ok()).unwrap_or_default();
+        Some(Converted { manifest, tree: digest(TREE_KEY), image: digest(DIGEST_KEY), created, first })
     };
     Ok(list.manifests.iter().filter(is_ours).filter_map(converted).collect())
+}
+
+/// Returns the newest image of those whose tree is known; of several the first.
+pub(crate) fn newest(all: &[Converted]) -> Option<&Converted> {
+    all.iter().rev().filter(|image| image.tree.is_some()).max_by_key(|image| image.created)
 }
 
 #[cfg(test)]
@@ -119,6 +128,25 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_newest_image_is_used() {
+        let tree = Some(Digest::new(Algorithm::Tree, [1; 32]));
+        let image = |(byte, tree, created)| Converted {
+            manifest: Sha256([byte; 32]),
+            tree,
+            image: None,
+            created,
+            first: Vec::new(),
+        };
+        let newest = |all: &[_]| {
+            let all: Vec<_> = all.iter().copied().map(image).collect();
+            super::newest(&all).map(|image| image.manifest.0[0])
+        };
+        assert_eq!(newest(&[]), None);
+        assert_eq!(newest(&[(1, None, 9), (2, tree, 0), (3, tree, 0)]), Some(2));
+        assert_eq!(newest(&[(1, tree, 0), (2, tree, 5), (3, tree, 6), (4, tree, 6)]), Some(3));
+    }
+
+    #[test]
     fn lists_keep_concurrent_additions() {
         let digest = |algorithm, byte| Digest::new(algorithm, [byte; 32]);
         let (tree, image) = (digest(Algorithm::Tree, 1), digest(Algorithm::Blake3, 2));
@@ -126,7 +154,12 @@ mod tests {
         let text = |blob: Blob| format!("{}:{}", blob.sha256, blob.bytes);
         let first = ["x".into(), text(blob(7, 9)), text(blob(8, FIRST_BYTES_MAX + 1)), "00:1".into(), text(blob(8, 1))];
         let first = [&first[..], &vec![text(blob(9, 2)); 9]].concat().join(",");
-        let annotations = [(DIGEST_KEY, image.to_string()), (TREE_KEY, tree.to_string()), (FIRST_KEY, first)];
+        let annotations = [
+            (DIGEST_KEY, image.to_string()),
+            (TREE_KEY, tree.to_string()),
+            (FIRST_KEY, first),
+            (CREATED_KEY, "5".into()),
+        ];
         let annotations = annotations.map(|(key, value)| (key.to_owned(), value)).into();
         let (one, two) = (entry(Sha256([3; 32]), 5, &annotations), entry(Sha256([4; 32]), 5, &annotations));
         let signature = json!({"manifests": [{"digest": "sha256:00", "artifactType": "x", "other": 1}], "more": true});
@@ -138,6 +171,7 @@ mod tests {
             manifest: Sha256([byte; 32]),
             tree: Some(tree),
             image: Some(image),
+            created: 5,
             first: first.clone(),
         };
         assert_eq!(parse(&list).unwrap(), [converted(3), converted(4)]);

@@ -11,14 +11,12 @@ use serde_json::{Value, json};
 use crate::error::{Error, Result};
 use crate::files::{LIST_BYTES_MAX, list_beside, parent_dir, with_path};
 use crate::http::Upload;
-use crate::manifest::{Blob, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, Sha256, excerpt};
+use crate::manifest::{Blob, CREATED_KEY, EMPTY, EMPTY_TYPE, MANIFEST_TYPE, Sha256, excerpt};
 use crate::reference::{Reference, Version};
 use crate::remote::{Document, Remote};
 
 /// The type of a manifest with a list, and of the list.
 const TRACE_TYPE: &str = "application/vnd.ferry.trace.v1";
-/// When a list was made, in seconds since 1970: the newest one is used.
-const CREATED_KEY: &str = "ferry.created";
 
 #[derive(Deserialize)]
 struct Descriptor {
@@ -68,8 +66,7 @@ pub fn push_trace(remote: &Remote, expected: Option<&str>, list: &[u8]) -> Resul
         remote.put(blob, &mut Upload { reader: &mut Cursor::new(bytes), bytes: blob.bytes })?;
         Ok(json!({"mediaType": kind, "digest": format!("sha256:{}", blob.sha256), "size": blob.bytes}))
     };
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-    let annotations = json!({CREATED_KEY: now.to_string()});
+    let annotations = json!({CREATED_KEY: now().to_string()});
     let manifest = json!({"schemaVersion": 2, "mediaType": MANIFEST_TYPE, "artifactType": TRACE_TYPE,
         "config": put(EMPTY, EMPTY_TYPE)?, "layers": [put(list, TRACE_TYPE)?], "annotations": annotations,
         "subject": {"mediaType": container.media_type, "digest": format!("sha256:{subject}"), "size": container.bytes.len()}});
@@ -79,6 +76,11 @@ pub fn push_trace(remote: &Remote, expected: Option<&str>, list: &[u8]) -> Resul
         "artifactType": TRACE_TYPE, "annotations": annotations});
     remote.put_referrer(subject, manifest.as_bytes(), &entry)?;
     Ok(own)
+}
+
+/// Returns the time in seconds since 1970.
+pub(crate) fn now() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 /// Fetches the newest list that is stored beside a container image, to the place beside `image`; returns whether there is one.

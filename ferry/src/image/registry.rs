@@ -79,6 +79,10 @@ pub struct ConvertArgs {
     /// Keep the image here, too.
     #[arg(short, long, value_name = "IMAGE")]
     output: Option<PathBuf>,
+    /// Put the files in the list, which ferry image trace has written, in a pack of their own, in its order, which a lazy start fetches
+    /// first. The image is then used instead of those that were converted before.
+    #[arg(long, value_name = "TRACE")]
+    order_from: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -177,8 +181,8 @@ mod with {
         FetchOptions, FirstFiles, Image, ObjectError, Objects, RepairCounts, Store, Trace, error_chain, repair_packs,
     };
     use ferry_registry::{
-        Client, ConvertOutcome, Counts, LIST_BYTES_MAX, LazyImage, LazyOptions, Limits, Options, Packs, PullOptions,
-        PullOutcome, PushOutcome, Remote, list_beside, pull_lazily,
+        Client, ConvertOptions, ConvertOutcome, Counts, LIST_BYTES_MAX, LazyImage, LazyOptions, Limits, Options, Packs,
+        PullOptions, PullOutcome, PushOutcome, Remote, list_beside, pull_lazily,
     };
     use ferry_vfs::random_u64;
     use ferry_vfs::sync::lock;
@@ -295,8 +299,9 @@ mod with {
         let unkept = new.path().join("image");
         let output = args.output.as_deref().unwrap_or(&unkept);
         let bar = bar("bytes");
-        let jobs = args.remote.jobs.into();
-        let outcome = ferry_registry::convert(&remote, output, directory, jobs, &progress(&bar))?;
+        let order = args.order_from.as_deref().map(Trace::read).transpose()?;
+        let options = ConvertOptions { order, jobs: args.remote.jobs.into() };
+        let outcome = ferry_registry::convert(&remote, output, directory, &options, &progress(&bar))?;
         bar.finish_and_clear();
         drop((new, store));
         let ConvertOutcome { digest, manifest, subject, sent_bytes } = outcome;
@@ -547,17 +552,19 @@ mod with {
     /// fsync(2) would report success.
     fn in_background(objects: &Objects, jobs: usize, pace: &Pace, remote: &Remote, packs: &Packs) -> bool {
         let wait = |_, _| pace.wait(remote);
-        if let Err(bad) = objects.fetch_first(jobs, &AtomicBool::new(false)) {
+        let is_far = !objects.looks_complete() && packs.is_far();
+        let jobs_beside = if is_far { jobs } else { jobs.min(jobs_beside_readers(packs.latency())) };
+        if let Err(bad) = objects.fetch_first(jobs_beside, &AtomicBool::new(false), &wait) {
             tracing::debug!("{bad}: it is tried again");
         }
-        let waits = !objects.looks_complete() && !packs.is_far();
+        let waits = !is_far && !objects.looks_complete();
         if waits && round_trip(packs) > IMMEDIATE {
             objects.fetch_until_read(&wait);
         }
         while waits && !objects.should_fetch_all() {
             thread::sleep(TICK);
         }
-        let jobs = if waits { jobs.min(jobs_beside_readers(packs.latency())) } else { jobs };
+        let jobs = if waits { jobs_beside } else { jobs };
         let (mut begin, mut pause, mut last) = (None, Duration::ZERO, String::new());
         let mut fetched = objects.fetched_bytes();
         while let Err(bad) = objects.fetch_round(&mut begin, jobs, &AtomicBool::new(false), &wait) {

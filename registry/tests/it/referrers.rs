@@ -7,13 +7,17 @@ use crate::toc_layers::{Format, Writer};
 use std::fs;
 use std::sync::Arc;
 
-use ferry_image::{Digest, Image, Objects, Store};
+use std::sync::atomic::AtomicBool;
+
+use ferry_image::{Digest, FetchOptions, Image, Objects, Store, Trace};
 use ferry_registry::{
-    Client, LIST_BYTES_MAX, LazyOptions, Options, PullOptions, Reference, Remote, convert, list_beside, pull_lazily,
-    pull_trace, push_trace,
+    Client, ConvertOptions, LIST_BYTES_MAX, LazyOptions, Options, PullOptions, Reference, Remote, convert, list_beside,
+    pull_lazily, pull_trace, push_trace,
 };
 use ferry_vfs::Name;
 use serde_json::{Value, json};
+
+const IN_ANY_ORDER: ConvertOptions = ConvertOptions { order: None, jobs: 2 };
 
 #[test]
 fn converted_images_are_found_beside_the_original() {
@@ -32,7 +36,8 @@ fn converted_images_are_found_beside_the_original() {
         }
         let convert = |name: &str| {
             drop(Store::create(&place.at(name)).unwrap());
-            convert(&place.fake.remote(), &place.at(&format!("{name}.img")), &place.at(name), 2, &|_, _| {}).unwrap()
+            convert(&place.fake.remote(), &place.at(&format!("{name}.img")), &place.at(name), &IN_ANY_ORDER, &|_, _| {})
+                .unwrap()
         };
         let first = convert("first");
         assert_eq!(first.subject.to_string(), subject);
@@ -89,7 +94,7 @@ fn converted_images_have_no_packs_that_are_mostly_of_other_images() {
     drop(Store::create(&store).unwrap());
     let images = [0, 1, 2].map(|number| {
         let path = directory.path().join(number.to_string());
-        let done = convert(&places[number].fake.remote(), &path, &store, 2, &|_, _| {}).unwrap();
+        let done = convert(&places[number].fake.remote(), &path, &store, &IN_ANY_ORDER, &|_, _| {}).unwrap();
         let image = Image::open(&path, None).unwrap();
         Objects::open(&image, &store).unwrap().verify_all().unwrap();
         let packs: Vec<Digest> = image.packs().iter().map(|pack| pack.name).collect();
@@ -101,6 +106,55 @@ fn converted_images_have_no_packs_that_are_mostly_of_other_images() {
     assert!(first.iter().all(|pack| third.contains(pack)), "it needs nearly all");
     // Another repository lacks what it shares.
     assert!(third_bytes > 7_000_000, "{third_bytes}");
+}
+
+/// A start needs the files of the list: they are a pack that is fetched first, and no other pack has them.
+#[test]
+fn converted_images_have_the_order_of_a_list() {
+    let place = Place::new(layers(Format::Estargz));
+    drop(Store::create(&place.at("own")).unwrap());
+    let convert = |list: &[&str]| {
+        let mut order = Trace::default();
+        list.iter().for_each(|path| _ = order.add(path.as_bytes()));
+        let options = ConvertOptions { order: Some(order).filter(|order| !order.is_empty()), jobs: 2 };
+        convert(&place.fake.remote(), &place.at("own.img"), &place.at("own"), &options, &|_, _| {})
+    };
+    let any = convert(&[]).unwrap();
+    let list = ["/large", "/above", "/nowhere", "/3"];
+    let ordered = convert(&list).unwrap();
+    assert_eq!(ordered.digest, any.digest, "it is the same tree");
+    assert!(ordered.manifest != any.manifest && ordered.sent_bytes.is_some());
+    assert_eq!(convert(&list).unwrap().manifest, ordered.manifest, "the same order changes nothing");
+    assert_eq!(convert(&[]).unwrap().manifest, ordered.manifest, "it is there");
+    let said = convert(&["/nowhere"]).unwrap_err().to_string();
+    assert!(said.contains("has none of the files in the list"), "{said}");
+
+    let lazily = LazyOptions { trusts_converted: true, ..LazyOptions::default() };
+    let remote = place.fake.remote();
+    let (path, store) = (place.at("lazy.img"), place.at("lazy"));
+    drop(Store::create(&store).unwrap());
+    place.fake.requests();
+    let (found, packs) = pull_lazily(&remote, &path, &store, lazily).unwrap();
+    assert!(found.from.ends_with(&format!("@sha256:{}", ordered.manifest)), "the newest is used: {}", found.from);
+    let image = Image::open(&path, None).unwrap();
+    let bytes =
+        |ahead| image.packs().iter().filter(|pack| pack.ahead == ahead).map(|pack| pack.blocks * 4096).sum::<u64>();
+    // The blocks of these three files, and of 28 others and what eStargz adds.
+    assert_eq!(bytes(true), (489 + 2 + 3) * 4096);
+    assert!((28 * 3..28 * 3 + 3).contains(&(bytes(false) / 4096)), "{}", bytes(false));
+    let missing = FetchOptions { from: packs, ahead_bytes: 0, cache_bytes: None };
+    let objects = Objects::open_with(&image, &store, Some(missing)).unwrap();
+    place.fake.requests();
+    let mut fetched = 0;
+    objects.fetch_first(1, &AtomicBool::new(false), &|_, all| assert!(all > 2_000_000)).unwrap();
+    for request in place.fake.requests().iter().filter(|request| request.is_blob()) {
+        let (from, to) = request.range().unwrap();
+        fetched += to - from;
+    }
+    assert!((2_000_000..2_024_000).contains(&fetched), "{fetched}: nothing but the first pack");
+    place.fake.fault(|_, _| Reply::of(500, "gone"));
+    let source = ferry_image::Source::open(&place.at("own.img"), &place.at("own"), None).unwrap();
+    is_right(&source);
 }
 
 /// A mirror's list may be old or forged, and nothing proves a list.
@@ -123,7 +177,7 @@ fn lists_of_referrers_are_the_registrys_own() {
     place.fake.tag(&tag, &list(std::slice::from_ref(&signature)));
     mirror.tag(&tag, &list(&[]));
     let _held = Store::create(&place.at("own")).unwrap();
-    let converted = convert(&remote(), &place.at("own.img"), &place.at("own"), 2, &|_, _| {}).unwrap();
+    let converted = convert(&remote(), &place.at("own.img"), &place.at("own"), &IN_ANY_ORDER, &|_, _| {}).unwrap();
     let kept = place.fake.tagged(&tag).unwrap();
     assert_eq!(kept["manifests"][0], signature, "the list of the registry is added to");
     assert_eq!(kept["manifests"][1]["digest"], format!("sha256:{}", converted.manifest));
@@ -151,7 +205,7 @@ fn registries_that_refuse_lists_of_referrers_have_the_list_of_a_tag() {
     };
     let convert = |place: &Place, name: &str| {
         drop(Store::create(&place.at(name)).unwrap());
-        convert(&place.fake.remote(), &place.at(&format!("{name}.img")), &place.at(name), 2, &|_, _| {})
+        convert(&place.fake.remote(), &place.at(&format!("{name}.img")), &place.at(name), &IN_ANY_ORDER, &|_, _| {})
     };
     let page = || Reply::of(200, "<html>Sign in</html>").with("content-type", "Text/HTML; charset=utf-8");
     let people = Fake::start();
@@ -189,7 +243,9 @@ fn all_pages_of_a_list_of_referrers_are_read() {
     let place = Place::new(layers(Format::Estargz));
     place.fake.list_referrers();
     drop(Store::create(&place.at("first")).unwrap());
-    let convert = || convert(&place.fake.remote(), &place.at("first.img"), &place.at("first"), 2, &|_, _| {}).unwrap();
+    let convert = || {
+        convert(&place.fake.remote(), &place.at("first.img"), &place.at("first"), &IN_ANY_ORDER, &|_, _| {}).unwrap()
+    };
     let first = convert();
     let page = |link: String| {
         let empty = json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": []});
@@ -237,7 +293,7 @@ fn lists_of_referrers_that_are_wrong_are_refused() {
     let place = Place::new(layers(Format::Estargz));
     let subject = sha256(place.fake.tagged("1").unwrap().to_string().as_bytes());
     drop(Store::create(&place.at("store")).unwrap());
-    let convert = || convert(&place.fake.remote(), &place.at("image"), &place.at("store"), 2, &|_, _| {});
+    let convert = || convert(&place.fake.remote(), &place.at("image"), &place.at("store"), &IN_ANY_ORDER, &|_, _| {});
     place.fake.tag(&format!("sha256-{subject}"), &json!({"manifests": 1}));
     let said = convert().unwrap_err().to_string();
     assert!(said.contains("its list of referrers"), "{said}");
@@ -257,7 +313,8 @@ fn lists_of_referrers_that_are_wrong_are_refused() {
     place.fake.heal();
     // An image of Ferry is nothing to convert.
     let images = common::Place::new();
-    let said = ferry_registry::convert(&images.fake.remote(), &place.at("i"), &place.at("store"), 1, &|_, _| {});
+    let said =
+        ferry_registry::convert(&images.fake.remote(), &place.at("i"), &place.at("store"), &IN_ANY_ORDER, &|_, _| {});
     let said = said.unwrap_err().to_string();
     assert!(said.contains("an image of Ferry already"), "{said}");
 }
@@ -310,7 +367,7 @@ fn as_many_layers_as_have_tables_are_read_before_they_are_here() {
     }
     // The converted image has all layers; it is used only if it is trusted.
     let _held = Store::create(&place.at("own")).unwrap();
-    convert(&place.fake.remote(), &place.at("own.img"), &place.at("own"), 2, &|_, _| {}).unwrap();
+    convert(&place.fake.remote(), &place.at("own.img"), &place.at("own"), &IN_ANY_ORDER, &|_, _| {}).unwrap();
     let trusting = LazyOptions { layers: None, trusts_converted: true, trusts_trace: true };
     let manifest = image.container.rsplit_once(':').unwrap().1.to_owned();
     let tag = format!("sha256-{manifest}");

@@ -58,4 +58,4 @@ pub use store::object_list::objects_directory;
 pub use store::packs::Store;
 pub use store::repair::{RepairCounts, note_damage, repair_packs};
 pub use store::seal::{PackProof, SealReport, seal, seal_image};
-pub use store::usage::{ImageUsage, ObjectLocation, Total, Usage, mostly_unneeded_packs, object_locations};
+pub use store::usage::{ImageUsage, ObjectLocation, Total, Usage, object_locations, unneeded_packs};

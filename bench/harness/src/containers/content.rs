@@ -136,13 +136,21 @@ impl Content {
             Form::Plain => Ok(()),
             Form::Prepared => {
                 self.push(image.name(), form)?;
-                let mut command = Command::new(&self.programs.ferry);
-                let store = self.directory.join("store");
-                command.args(["image", "convert"]).arg(format!("oci:{made}")).arg("--store").arg(store);
-                process::run(command, &self.directory, TIMEOUT).map(drop)
+                self.prepare(&made, None)
+            }
+            Form::Ordered => {
+                self.push(image.name(), Form::Prepared)?;
+                self.prepare(&at(Form::Prepared), None)?;
+                let list = self.directory.join(format!("{}.trace", image.name()));
+                let engine = self.engine(System::Prepared)?;
+                engine.pull(image.name())?;
+                engine.record(image, &self.programs.ferry, &list)?;
+                drop(engine);
+                self.push(image.name(), form)?;
+                self.prepare(&made, Some(&list))
             }
             Form::Estargz => {
-                let engine = self.engine()?;
+                let engine = self.engine(System::Overlayfs)?;
                 engine.ctr(["images", "pull", "--local", &plain])?;
                 let tool = |words: &[&str]| self.peer("ctr-remote", &engine, words);
                 tool(&["images", "convert", "--estargz", "--oci", &plain, &made])?;
@@ -150,7 +158,7 @@ impl Content {
             }
             Form::Soci => {
                 self.push(image.name(), form)?;
-                let engine = self.engine()?;
+                let engine = self.engine(System::Overlayfs)?;
                 engine.ctr(["images", "pull", "--local", &made])?;
                 let tool = |words: &[&str]| self.peer("soci", &engine, words);
                 tool(&["create", &made])?;
@@ -159,10 +167,19 @@ impl Content {
         }
     }
 
-    /// A containerd that only converts.
-    fn engine(&self) -> Result<Engine> {
+    /// Has Ferry convert an image, with the files in a list first.
+    fn prepare(&self, reference: &str, order: Option<&Path>) -> Result<()> {
+        let mut command = Command::new(&self.programs.ferry);
+        command.args(["image", "convert"]).arg(format!("oci:{reference}"));
+        command.arg("--store").arg(self.directory.join("store"));
+        command.args(order.map(|list| [OsStr::new("--order-from"), list.as_os_str()]).into_iter().flatten());
+        process::run(command, &self.directory, TIMEOUT).map(drop)
+    }
+
+    /// A containerd that makes images.
+    fn engine(&self, system: System) -> Result<Engine> {
         let directory = self.directory.join("engine");
-        Engine::start(System::Overlayfs, directory, &self.programs, self.registry.clone())
+        Engine::start(system, directory, &self.programs, self.registry.clone())
     }
 
     fn peer(&self, program: &str, engine: &Engine, words: &[&str]) -> Result<()> {

@@ -120,10 +120,9 @@ impl Engine {
     pub fn run(&self, image: Image) -> Result<Duration> {
         let (program, expected) = image.command();
         let errors = self.directory.join("run.err");
-        let id = format!("ferry-bench-{}", std::process::id());
         let mut command = self.client();
         command
-            .args(["run", "--rm", "--snapshotter", self.system.plugin(), &self.name(image.name()), &id])
+            .args(["run", "--rm", "--snapshotter", self.system.plugin(), &self.name(image.name()), &container()])
             .args(program);
         let started = Instant::now();
         let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(std::fs::File::create(&errors)?).spawn();
@@ -141,6 +140,16 @@ impl Engine {
         };
         ensure!(status.success() && rest.is_ok() && said.contains(expected), "{said:?} was said: {}", why());
         first.with_context(why)
+    }
+
+    /// Has Ferry record the files that the program of an image opens.
+    pub fn record(&self, image: Image, ferry: &Path, list: &Path) -> Result<()> {
+        let mut command = Command::new(ferry);
+        command.args(["image", "trace", "--container", &container(), "--output"]).arg(list).arg("--").arg(&self.ctr);
+        command.arg("--address").arg(self.socket());
+        command.args(["run", "--rm", "--snapshotter", self.system.plugin(), &self.name(image.name()), &container()]);
+        command.args(image.command().0);
+        process::run(command, &self.directory, TIMEOUT).map(drop).with_context(|| self.last_words())
     }
 
     /// Mounts the root of an image; it is unmounted with the rest.
@@ -180,6 +189,11 @@ impl Engine {
         let text = process::run(command, &self.directory, TIMEOUT)?;
         text.split_whitespace().next().and_then(|bytes| bytes.parse().ok()).with_context(|| format!("du said {text:?}"))
     }
+}
+
+/// The name of containers.
+fn container() -> String {
+    format!("ferry-bench-{}", std::process::id())
 }
 
 impl Drop for Engine {

@@ -22,6 +22,8 @@ pub enum Form {
     Plain,
     /// The same, with what `ferry image convert` puts beside it.
     Prepared,
+    /// The same, with what `ferry image convert --order-from` puts beside it after a start was recorded.
+    Ordered,
     /// Layers with a table of contents.
     Estargz,
     /// Layers as they are, with what `soci` puts beside them.
@@ -79,6 +81,7 @@ impl Form {
         let directory = match self {
             Self::Plain => "plain",
             Self::Prepared => "prepared",
+            Self::Ordered => "ordered",
             Self::Estargz => "estargz",
             Self::Soci => "soci",
         };

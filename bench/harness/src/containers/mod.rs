@@ -166,7 +166,7 @@ mod tests {
         assert_eq!((works(&cli(&[])).len(), works(&cli(&["--quick"])).len()), (18, 4));
         let [name] = &*works(&cli(&["--rows", "disk"])) else { panic!("one row is about disks") };
         assert_eq!(known_row(&name.rows()[0].1).map(|row| row.unit), Some("MB"));
-        assert_eq!(order().count(), 45 * 4);
+        assert_eq!(order().count(), 45 * 5);
         assert!(stargz_version().is_some_and(|version| version.starts_with("v0.")), "{:?}", stargz_version());
         let none = || std::path::PathBuf::new();
         let programs = Programs {
@@ -182,7 +182,7 @@ mod tests {
         };
         let mut skipped = Vec::new();
         let chosen = systems(&cli(&["--peers", "erofs,stargz,zfs"]), &programs, &mut skipped);
-        assert_eq!(chosen, [System::Layers, System::Stacked, System::Prepared, System::Erofs]);
+        assert_eq!(chosen, [System::Layers, System::Stacked, System::Prepared, System::Ordered, System::Erofs]);
         assert!(skipped[0].starts_with("stargz: ") && skipped[1] == "zfs: this table cannot run it", "{skipped:?}");
     }
 }

@@ -19,6 +19,8 @@ pub enum System {
     Stacked,
     /// Ours with images that Ferry prepared.
     Prepared,
+    /// The same, with the files of a start in a pack of their own.
+    Ordered,
     /// Ours with eStargz.
     Estargz,
     /// containerd's own, with directories.
@@ -56,11 +58,12 @@ pub struct Programs {
 
 impl System {
     /// All, in the order in which they take turns.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Layers,
         Self::Overlayfs,
         Self::Stacked,
         Self::Prepared,
+        Self::Ordered,
         Self::Erofs,
         Self::Estargz,
         Self::Stargz,
@@ -69,7 +72,7 @@ impl System {
 
     /// Whether it is ours.
     pub fn is_ours(self) -> bool {
-        matches!(self, Self::Layers | Self::Stacked | Self::Prepared | Self::Estargz)
+        matches!(self, Self::Layers | Self::Stacked | Self::Prepared | Self::Ordered | Self::Estargz)
     }
 
     /// Of ours: the configuration's name in the results. Of a peer: its name there.
@@ -78,6 +81,7 @@ impl System {
             Self::Layers => "layers",
             Self::Stacked => "stacked",
             Self::Prepared => "prepared",
+            Self::Ordered => "ordered",
             Self::Estargz => "estargz",
             Self::Overlayfs => "overlayfs",
             Self::Erofs => "erofs",
@@ -106,6 +110,7 @@ impl System {
         match self {
             Self::Layers | Self::Stacked | Self::Overlayfs | Self::Erofs => Form::Plain,
             Self::Prepared => Form::Prepared,
+            Self::Ordered => Form::Ordered,
             Self::Estargz | Self::Stargz => Form::Estargz,
             Self::Soci => Form::Soci,
         }
@@ -113,7 +118,7 @@ impl System {
 
     /// Whether it pulls no layer. An index of soci is for large layers only.
     pub fn is_lazy(self) -> bool {
-        matches!(self.form(), Form::Prepared | Form::Estargz)
+        matches!(self.form(), Form::Prepared | Form::Ordered | Form::Estargz)
     }
 
     /// Whether it is a part of containerd.
@@ -141,11 +146,11 @@ impl System {
                 std::fs::create_dir_all(&root)?;
                 return Ok(Some(vec![peer("stargz-snapshotter").into(), root.into(), socket.into()]));
             }
-            Self::Layers | Self::Stacked | Self::Estargz | Self::Prepared => {
+            Self::Layers | Self::Stacked | Self::Estargz | Self::Prepared | Self::Ordered => {
                 let more = match self {
                     Self::Stacked => "merge = false\n",
                     Self::Estargz => "[lazy]\nfrom = [\"*\"]\n",
-                    Self::Prepared => "[lazy]\nfrom = [\"*\"]\nconverted-from = [\"*\"]\n",
+                    Self::Prepared | Self::Ordered => "[lazy]\nfrom = [\"*\"]\nconverted-from = [\"*\"]\n",
                     _ => "",
                 };
                 let text = format!("containerd-root = {:?}\n{more}", directory.join("containerd"));
@@ -225,7 +230,7 @@ mod tests {
         assert!(
             ours.contains("differ = \"ferry-diff\"") && ours.contains("[proxy_plugins.ferry-diff]\ntype = \"diff\"")
         );
-        assert_eq!(System::ALL.into_iter().filter(|system| system.is_ours()).count(), 4);
+        assert_eq!(System::ALL.into_iter().filter(|system| system.is_ours()).count(), 5);
         let called = |other| System::Prepared.calls(other);
         assert_eq!(called(System::Layers), Some("ferry-layers".into()));
         assert_eq!((called(System::Estargz), called(System::Prepared)), (None, Some(FERRY.into())));

@@ -93,19 +93,20 @@ impl Objects {
         absent
     }
 
-    /// Fetches what [`Self::put_first`] has put first, with `jobs` concurrent requests, until done or until `stop` is set.
+    /// Fetches the pack that is needed first, and what [`Self::put_first`] has put first, with `jobs` concurrent requests, until done or
+    /// until `stop` is set.
     ///
     /// # Errors
     ///
     /// The first object that could not be fetched. Fetched ones stay, and a damaged one does not stop the others.
-    pub fn fetch_first(&self, jobs: usize, stop: &AtomicBool) -> Result<(), ObjectError> {
+    pub fn fetch_first(&self, jobs: usize, stop: &AtomicBool, progress: &FetchProgress<'_>) -> Result<(), ObjectError> {
         let first = self.first_parts();
         let parts: Vec<&dyn FetchableSet> = first.iter().map(|part| part as &dyn FetchableSet).collect();
-        fetch_each(&parts, &mut None, jobs, &|| stop.load(Ordering::Relaxed), &|_, _| {})
+        fetch_each(&parts, &mut None, jobs, &|| stop.load(Ordering::Relaxed), progress)
     }
 
     /// Fetches all missing objects with `jobs` concurrent requests, until done or until `stop` is set, beginning with
-    /// those of [`Self::put_first`] and the pack that is needed first. Objects beyond the cache limit are skipped.
+    /// the pack that is needed first and those of [`Self::put_first`]. Objects beyond the cache limit are skipped.
     ///
     /// # Errors
     ///
@@ -135,7 +136,7 @@ impl Objects {
         }
         let absent = self.incomplete_packs();
         if begin.replace(begin.unwrap_or_default()).is_none() {
-            let first = self.fetch_first(jobs, stop);
+            let first = self.fetch_first(jobs, stop, &|_, _| {});
             if first.as_ref().is_err_and(|bad| !bad.is_of_object()) {
                 return first;
             }

@@ -1,6 +1,7 @@
-//! Which missing objects are fetched first: those of the files that a list names, in its order.
+//! Which missing objects are fetched first: those of the pack that the image says is needed first (`build --order-from`), then those of the
+//! files that a list names, in its order.
 //!
-//! Lists are untrusted. They decide the order of requests, and nothing else.
+//! Both are untrusted. They decide the order of requests, and nothing else.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -67,13 +68,15 @@ impl Objects {
         Ok(())
     }
 
-    /// Returns the objects that are fetched first.
+    /// Returns the objects that are fetched first: those of the pack that the image says is needed first, then those of the list.
     pub(crate) fn first_parts(&self) -> Vec<Part<'_>> {
-        let part = |(number, objects): &(usize, Range<usize>)| {
-            let pack = &**self.packs.get(*number)?;
-            Some(Part { pack, absent: pack.absent.as_ref()?, objects: objects.clone() })
+        let part = |(number, objects): (usize, Range<usize>)| {
+            let pack = &**self.packs.get(number)?;
+            Some(Part { pack, absent: pack.absent.as_ref()?, objects })
         };
-        self.first.get().into_iter().flatten().filter_map(part).collect()
+        let ahead = self.packs.iter().enumerate().filter(|(_, pack)| pack.ahead);
+        let ahead = ahead.map(|(number, pack)| (number, 0..pack.len()));
+        ahead.chain(self.first.get().into_iter().flatten().cloned()).filter_map(part).collect()
     }
 }
 

@@ -61,13 +61,13 @@ pub fn object_locations(image: &Image) -> ImageResult<BTreeMap<ObjectLocation, u
 /// A pack may have so many bytes that an image does not need: a request more would cost as much.
 const UNNEEDED_BYTES_MAX: u64 = 1 << 20;
 
-/// Returns the packs of which an image needs less than half: a machine that fetches the whole image fetches all of them. They were
-/// made for other images in the same store.
+/// Returns the packs of which an image does not need more than so many percent: a machine that fetches the whole image fetches all of them.
+/// They were made for other images in the same store, or for another order of the files.
 ///
 /// # Errors
 ///
 /// The image is damaged.
-pub fn mostly_unneeded_packs(image: &Image) -> ImageResult<Vec<Digest>> {
+pub fn unneeded_packs(image: &Image, percent: u64) -> ImageResult<Vec<Digest>> {
     let mut needed = BTreeMap::<Digest, u64>::new();
     for (place, bytes) in object_locations(image)? {
         if let ObjectLocation::Packed(pack, _) = place {
@@ -75,12 +75,12 @@ pub fn mostly_unneeded_packs(image: &Image) -> ImageResult<Vec<Digest>> {
             *needed = needed.saturating_add(padded(bytes));
         }
     }
-    let is_mostly_unneeded = |pack: &&PackRef| {
+    let is_unneeded = |pack: &&PackRef| {
         let needed = needed.get(&pack.name).copied().unwrap_or_default();
-        let unneeded = pack.blocks.saturating_mul(BLOCK_BYTES as u64).saturating_sub(needed);
-        unneeded > needed.max(UNNEEDED_BYTES_MAX)
+        let all = pack.blocks.saturating_mul(BLOCK_BYTES as u64);
+        all.saturating_sub(needed) > (all / 100).saturating_mul(percent).max(UNNEEDED_BYTES_MAX)
     };
-    Ok(image.packs().iter().filter(is_mostly_unneeded).map(|pack| pack.name).collect())
+    Ok(image.packs().iter().filter(is_unneeded).map(|pack| pack.name).collect())
 }
 
 /// The objects of a store, and how many images reference them.
