@@ -186,7 +186,8 @@ impl<'a> Work<'a> {
         }
     }
 
-    fn run(&mut self) {
+    /// Serves until the connection ends, or this thread is no longer needed.
+    fn run(&mut self, thread: Pid) {
         let reader = self.reader;
         let readers = &*reader.readers;
         let connection = &readers.connection;
@@ -237,7 +238,7 @@ impl<'a> Work<'a> {
                     break connection.end.mark_ended();
                 }
             }
-            if connection.end.is_ended() || !readers.is_free() {
+            if connection.end.is_ended() || !readers.is_free(thread) {
                 break;
             }
         }

@@ -62,7 +62,7 @@ pub(crate) struct Readers {
     /// The initial and minimum number.
     base: usize,
     cpus: usize,
-    /// The number of threads, without lost ones.
+    /// The number of threads, without lost ones. Those that end, or are lost, leave it under the lock of [`Self::running`].
     threads: AtomicUsize,
     /// Threads whose request was aborted and that have not returned.
     lost: AtomicUsize,
@@ -94,6 +94,7 @@ impl Readers {
     /// Starts `base` threads, or at least one.
     pub(crate) fn start(connection: &Arc<Connection>, base: usize) -> io::Result<()> {
         let readers = Self::none(connection, base);
+        let base = readers.base;
         for started in 0..base {
             match readers.add() {
                 Ok(()) => {}
@@ -111,7 +112,7 @@ impl Readers {
     pub(super) fn none(connection: &Arc<Connection>, base: usize) -> Arc<Self> {
         Arc::new(Self {
             connection: Arc::clone(connection),
-            base,
+            base: base.max(1),
             cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             threads: AtomicUsize::new(0),
             lost: AtomicUsize::new(0),
@@ -144,9 +145,7 @@ impl Readers {
             let _ = reader.thread.set(id);
             lock(&reader.readers.running).push(id);
             let _ = reader.way.set(SchedIdle::here());
-            Work::new(&reader).run();
-            lock(&reader.readers.running).retain(|running| *running != id);
-            reader.readers.threads.fetch_sub(1, Ordering::Relaxed);
+            Work::new(&reader).run(id);
             drop(reader);
             drop(present);
         });
@@ -230,24 +229,29 @@ impl Readers {
         self.idle.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Called when a reader is about to wait; returns false if it is no longer needed.
-    pub(super) fn is_free(&self) -> bool {
-        let others = self.idle.fetch_add(1, Ordering::Relaxed);
+    /// Called when a reader is about to wait; returns false if it is no longer needed. Then it does not count as a thread any more.
+    pub(super) fn is_free(&self, thread: Pid) -> bool {
+        // One that ends never counts as idle: others would end, or not be replaced, because of it.
+        let others = self.idle.load(Ordering::Relaxed);
         if others == 0 {
             if !self.stretched.load(Ordering::Relaxed) {
                 self.stretched.store(true, Ordering::Relaxed);
             }
-            return true;
-        }
-        let threads = self.threads.load(Ordering::Relaxed);
-        let ends = threads > self.base
+        } else if self.threads.load(Ordering::Relaxed) > self.base
             && self.delayed.count() == 0
             && (others >= self.cpus.max(self.base)
-                || self.retire.load(Ordering::Relaxed) && self.retire.swap(false, Ordering::Relaxed));
-        if ends {
-            self.idle.fetch_sub(1, Ordering::Relaxed);
+                || self.retire.load(Ordering::Relaxed) && self.retire.swap(false, Ordering::Relaxed))
+        {
+            // Under the lock: two must not end because of the same third one.
+            let mut running = lock(&self.running);
+            if self.threads.load(Ordering::Relaxed) > self.base {
+                self.threads.fetch_sub(1, Ordering::Relaxed);
+                running.retain(|running| *running != thread);
+                return false;
+            }
         }
-        !ends
+        self.idle.fetch_add(1, Ordering::Relaxed);
+        true
     }
 
     /// Called when a reader is blocked in a handler: ensures that another one reads.
@@ -344,6 +348,69 @@ fn is_asleep(thread: Pid) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::connection::ConnectionEnd;
+    use crate::device::Device;
+
+    struct Nothing;
+
+    impl ferry_vfs::FileSystem for Nothing {}
+
+    fn readers(base: usize) -> Arc<Readers> {
+        let device = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty()).unwrap();
+        let connection = Arc::new(Connection {
+            device: Arc::new(Device::new(device)),
+            mountpoint: "/".into(),
+            share: Arc::new(ferry_serve::Share::new(Arc::new(Nothing), &ferry_serve::ShareOptions::default())),
+            session: Arc::new(ferry_serve::SessionSlot::new(|_, _| {})),
+            counters: Default::default(),
+            interrupted: Arc::default(),
+            monitor_handle: Default::default(),
+            ring_payload_bytes: 4096,
+            outlives_server: false,
+            end: Arc::<ConnectionEnd>::default(),
+        });
+        Readers::none(&connection, base)
+    }
+
+    /// A thread that ends takes its time until it has ended, and others decide meanwhile.
+    #[test]
+    fn the_last_reader_never_ends() {
+        const THREADS: usize = 8;
+        let threads = |readers: &Readers| readers.threads.load(Ordering::Relaxed);
+        for base in [0, 1, 2] {
+            let (readers, least) = (readers(base), base.max(1));
+            readers.threads.store(THREADS, Ordering::Relaxed);
+            readers.idle.store(1, Ordering::Relaxed);
+            let ends = || {
+                readers.retire.store(true, Ordering::Relaxed);
+                !readers.is_free(gettid())
+            };
+            let ended = (0..THREADS).take_while(|_| ends()).count();
+            assert_eq!((ended, threads(&readers)), (THREADS - least, least), "{base}");
+
+            // The same at once.
+            readers.threads.store(THREADS, Ordering::Relaxed);
+            readers.idle.store(0, Ordering::Relaxed);
+            let start = std::sync::Barrier::new(THREADS);
+            let serve = || {
+                start.wait();
+                (0..20_000).any(|_| {
+                    readers.retire.store(true, Ordering::Relaxed);
+                    let ends = !readers.is_free(gettid());
+                    if !ends {
+                        readers.has_work();
+                    }
+                    ends
+                })
+            };
+            let ended = std::thread::scope(|scope| {
+                let all: Vec<_> = (0..THREADS).map(|_| scope.spawn(serve)).collect();
+                all.into_iter().map(|thread| usize::from(thread.join().unwrap())).sum::<usize>()
+            });
+            assert!(ended <= THREADS - least, "{ended} of {THREADS} ended, {least} must stay");
+            assert_eq!((threads(&readers), readers.idle.load(Ordering::Relaxed)), (THREADS - ended, 0));
+        }
+    }
 
     #[test]
     fn sleeping_threads_are_distinguished_from_running_ones() {
