@@ -61,6 +61,10 @@ const NEEDED: &[(&str, &str)] = &[
         "containerd and this registry: snapshotter/tests/it/lazy_containerd.rs has its own",
     ),
     ("ferry image trace --container", "containerd: snapshotter/tests/it/lazy_containerd.rs records a container"),
+    (
+        "ferry image trace --container web --output",
+        "containerd; registry/tests/it/referrers.rs converts in the order of a list",
+    ),
     ("[lazy]\nfrom = []", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
     ("[lazy]\nfrom = [\"ghcr.io/", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
     (
