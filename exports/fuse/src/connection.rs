@@ -114,7 +114,32 @@ impl Drop for ServingThread {
 
 #[cfg(test)]
 mod tests {
+    use ferry_serve::ShareOptions;
+
     use super::*;
+
+    struct Nothing;
+
+    impl ferry_vfs::FileSystem for Nothing {}
+
+    impl Connection {
+        /// A connection without a kernel that sends requests.
+        pub(crate) fn without_kernel() -> Arc<Self> {
+            let device = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty()).unwrap();
+            Arc::new(Self {
+                device: Arc::new(Device::new(device)),
+                mountpoint: "/".into(),
+                share: Arc::new(Share::new(Arc::new(Nothing), &ShareOptions::default())),
+                session: Arc::new(SessionSlot::new(|_, _| {})),
+                counters: Default::default(),
+                interrupted: Arc::default(),
+                monitor_handle: Default::default(),
+                ring_payload_bytes: 4096,
+                outlives_server: false,
+                end: Arc::default(),
+            })
+        }
+    }
 
     #[test]
     fn a_panic_of_a_serving_thread_ends_the_connection() {

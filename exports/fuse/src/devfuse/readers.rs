@@ -348,29 +348,6 @@ fn is_asleep(thread: Pid) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::connection::ConnectionEnd;
-    use crate::device::Device;
-
-    struct Nothing;
-
-    impl ferry_vfs::FileSystem for Nothing {}
-
-    fn readers(base: usize) -> Arc<Readers> {
-        let device = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty()).unwrap();
-        let connection = Arc::new(Connection {
-            device: Arc::new(Device::new(device)),
-            mountpoint: "/".into(),
-            share: Arc::new(ferry_serve::Share::new(Arc::new(Nothing), &ferry_serve::ShareOptions::default())),
-            session: Arc::new(ferry_serve::SessionSlot::new(|_, _| {})),
-            counters: Default::default(),
-            interrupted: Arc::default(),
-            monitor_handle: Default::default(),
-            ring_payload_bytes: 4096,
-            outlives_server: false,
-            end: Arc::<ConnectionEnd>::default(),
-        });
-        Readers::none(&connection, base)
-    }
 
     /// A thread that ends takes its time until it has ended, and others decide meanwhile.
     #[test]
@@ -378,7 +355,7 @@ mod tests {
         const THREADS: usize = 8;
         let threads = |readers: &Readers| readers.threads.load(Ordering::Relaxed);
         for base in [0, 1, 2] {
-            let (readers, least) = (readers(base), base.max(1));
+            let (readers, least) = (Readers::none(&Connection::without_kernel(), base), base.max(1));
             readers.threads.store(THREADS, Ordering::Relaxed);
             readers.idle.store(1, Ordering::Relaxed);
             let ends = || {

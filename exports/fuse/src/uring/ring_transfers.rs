@@ -376,36 +376,17 @@ impl Worker<'_> {
 mod tests {
     use std::os::fd::AsRawFd;
 
-    use ferry_serve::{SessionSlot, Share, ShareOptions};
     use io_uring::{opcode, types};
 
     use super::*;
-    use crate::connection::{Connection, ConnectionEnd};
-    use crate::device::Device;
+    use crate::connection::Connection;
     use crate::uring::worker::{Order, ParkedWorker};
 
     const SOON: Duration = Duration::from_secs(10);
 
-    struct Nothing;
-
-    impl ferry_vfs::FileSystem for Nothing {}
-
     /// A queue with a worker that stands by, without a kernel that sends requests.
     fn queue() -> (Arc<Queue>, Arc<ParkedWorker>) {
-        let device = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty()).unwrap();
-        let connection = Arc::new(Connection {
-            device: Arc::new(Device::new(device)),
-            mountpoint: "/".into(),
-            share: Arc::new(Share::new(Arc::new(Nothing), &ShareOptions::default())),
-            session: Arc::new(SessionSlot::new(|_, _| {})),
-            counters: Default::default(),
-            interrupted: Arc::default(),
-            monitor_handle: Default::default(),
-            ring_payload_bytes: 4096,
-            outlives_server: false,
-            end: Arc::<ConnectionEnd>::default(),
-        });
-        let queue = Arc::new(Queue::new(&connection, 0, 1).unwrap());
+        let queue = Arc::new(Queue::new(&Connection::without_kernel(), 0, 1).unwrap());
         let worker = queue.add_thread(0).unwrap();
         (queue, worker)
     }
