@@ -74,9 +74,10 @@ impl Objects {
             let pack = &**self.packs.get(number)?;
             Some(Part { pack, absent: pack.absent.as_ref()?, objects })
         };
-        let ahead = self.packs.iter().enumerate().filter(|(_, pack)| pack.ahead);
+        // A build marks at most one; an image that marks more must not have all of them fetched beside its readers.
+        let ahead = self.packs.iter().enumerate().find(|(_, pack)| pack.ahead);
         let ahead = ahead.map(|(number, pack)| (number, 0..pack.len()));
-        ahead.chain(self.first.get().into_iter().flatten().cloned()).filter_map(part).collect()
+        ahead.into_iter().chain(self.first.get().into_iter().flatten().cloned()).filter_map(part).collect()
     }
 }
 
