@@ -74,7 +74,9 @@ pub fn convert(
             return Ok(outcome);
         }
     }
-    let kind = PushAs::Referrer(&container, order.as_ref().map(|_| now()));
+    // Newer than the others, also in the same second, or if the clock of their machine was wrong.
+    let least = newest.map_or(0, |known| known.created.saturating_add(1));
+    let kind = PushAs::Referrer(&container, order.as_ref().map(|_| now().max(least)));
     let pushed = push_as(remote, (output, None), &store, directory, &kind, *jobs, progress)?;
     Ok(ConvertOutcome {
         digest: pushed.digest,

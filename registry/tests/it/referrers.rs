@@ -152,6 +152,8 @@ fn converted_images_have_the_order_of_a_list() {
         fetched += to - from;
     }
     assert!((2_000_000..2_024_000).contains(&fetched), "{fetched}: nothing but the first pack");
+    let at_once = convert(&["/3"]).unwrap();
+    assert_eq!(convert(&[]).unwrap().manifest, at_once.manifest, "the newest is used, also of one second");
     place.fake.fault(|_, _| Reply::of(500, "gone"));
     let source = ferry_image::Source::open(&place.at("own.img"), &place.at("own"), None).unwrap();
     is_right(&source);
